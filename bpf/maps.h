@@ -1,0 +1,132 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * The maps. Names are what bpftool prints (15 characters at most). Sizes
+ * here are defaults; the loader overrides them from the agent's flags.
+ */
+#ifndef PW_MAPS_H
+#define PW_MAPS_H
+
+#include <linux/bpf.h>
+#include <bpf/bpf_helpers.h>
+#include "types.h"
+
+/* Confirmed flows. A plain hash: nothing is ever evicted from it. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 262144);
+	__type(key, struct pw_flow_key);
+	__type(value, struct pw_flow);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_flows SEC(".maps");
+
+/* Flows not yet confirmed. LRU: a flood pushes out only its own kind. */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 65536);
+	__type(key, struct pw_flow_key);
+	__type(value, struct pw_flow);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_flows_new SEC(".maps");
+
+/* Generations. Full = the agent gives slot 1, shared by all that overflow. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 262144);
+	__type(key, __u32);
+	__type(value, __u32);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_gens SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 65536);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_service_key);
+	__type(value, struct pw_service);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_services SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 262144);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_backend_key);
+	__type(value, struct pw_backend);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_backends SEC(".maps");
+
+/* Pod addresses of this node. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 4096);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_addr);
+	__type(value, struct pw_endpoint);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_endpoints SEC(".maps");
+
+/* Exact addresses: pods of all nodes, nodes, this node's own. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 262144);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_addr);
+	__type(value, struct pw_peer);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_addrs SEC(".maps");
+
+/* Pod CIDRs, policy CIDRs, service ranges; the empty prefix is the world. */
+struct {
+	__uint(type, BPF_MAP_TYPE_LPM_TRIE);
+	__uint(max_entries, 65536);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_prefix_key);
+	__type(value, struct pw_peer);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_prefixes SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 8192);
+	__type(key, __u32);
+	__type(value, struct pw_node);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_nodes SEC(".maps");
+
+/* Outer source address -> node id: the only tunnel peers accepted. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 16384);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_addr);
+	__type(value, __u32);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_node_ids SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 262144);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_policy_key);
+	__type(value, struct pw_policy_entry);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_policy SEC(".maps");
+
+/* Port -> class of ports that no port range in force tells apart. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 65536);
+	__type(key, __u32);
+	__type(value, __u16);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_port_class SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, PW_METRICS_MAX);
+	__type(key, __u32);
+	__type(value, struct pw_counter);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_metrics SEC(".maps");
+
+#endif

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* The one translation unit: all hooks share maps, settings and BTF. */
+#include "maps.h"
+
+char _license[] SEC("license") = "Dual BSD/GPL";
+
+/* Enums that only Go prints need an anchor, or clang drops them from BTF. */
+const volatile enum pw_reason pw_btf_reason = PW_PASS;
+const volatile enum pw_hook pw_btf_hook = PW_FROM_POD;
+const volatile enum pw_verdict pw_btf_verdict = PW_VERDICT_NONE;
+const volatile enum pw_place_kind pw_btf_place = PW_PLACE_NONE;
+const volatile enum pw_flow_flags pw_btf_flow_flags = PW_F_REPLY;
+const volatile enum pw_tcp_state pw_btf_tcp = PW_TCP_RST;
+const volatile enum pw_service_flags pw_btf_svc = PW_SVC_ADDR_OWNED;
+const volatile enum pw_identity pw_btf_identity = PW_ID_UNKNOWN;
+const volatile enum pw_peer_flags pw_btf_peer = PW_PEER_POD;
+const volatile enum pw_policy_kind pw_btf_policy = PW_POL_PORT;

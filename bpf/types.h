@@ -1,0 +1,316 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * Every key and value that the programs and the agent share, and the enums
+ * both sides print. This is the only definition: Go uses the types that
+ * bpf2go derives from the BTF of this file.
+ *
+ * Byte order: addresses are 16 bytes in network order, IPv4 as v4-mapped
+ * (::ffff:a.b.c.d, RFC 4291 2.5.5.2). Ports are in HOST order everywhere in
+ * the maps, so that a dump prints 80 as 80. Times are nanoseconds of
+ * CLOCK_MONOTONIC (coarse). Padding is explicit and always zero: keys are
+ * hashed as bytes.
+ */
+#ifndef PW_TYPES_H
+#define PW_TYPES_H
+
+#include <linux/types.h>
+
+#define PW_ASSERT_SIZE(type, size) \
+	_Static_assert(sizeof(type) == (size), #type " changed its size")
+
+/* An address of either family. */
+struct pw_addr {
+	__u8 b[16];
+} __attribute__((aligned(8)));
+
+/*
+ * Why a packet was forwarded or dropped, and what the flow engine did. The
+ * names appear, in lower case without the PW_ prefix, in metrics and in the
+ * command's output. New values go at the end of their group.
+ */
+enum pw_reason {
+	/* What became of packets that were let through. */
+	PW_PASS = 0,          /* not ours: left to the kernel untouched */
+	PW_FWD_LOCAL = 1,     /* to a pod of this node */
+	PW_FWD_TUNNEL = 2,    /* to another node through the tunnel */
+	PW_FWD_WIRE = 3,      /* out of a device, not encapsulated */
+	PW_FWD_HOST = 4,      /* up to this node's own stack */
+
+	/* What the flow engine did. */
+	PW_FLOW_HIT = 8,      /* found at the first lookup: confirmed flow */
+	PW_FLOW_HIT_NEW = 9,  /* found at the second: not yet confirmed */
+	PW_FLOW_MISS = 10,    /* unknown: decided from scratch */
+	PW_FLOW_STALE = 11,   /* known, a generation moved: decided again */
+	PW_FLOW_CREATED = 12,
+	PW_FLOW_CONFIRMED = 13,
+	PW_FLOW_RACE_LOST = 14, /* another CPU created it first; its entry used */
+	PW_FLOW_TABLE_FULL = 15, /* could not be confirmed; goes on unconfirmed */
+	PW_FLOW_MIDSTREAM = 16,  /* TCP picked up in the middle */
+
+	/* Drops. */
+	PW_DROP_MALFORMED = 32,      /* truncated or inconsistent headers */
+	PW_DROP_UNKNOWN_L3 = 33,     /* neither IPv4, IPv6 nor ARP, from or to a pod */
+	PW_DROP_FRAGMENT = 34,       /* a fragment from or to a pod */
+	PW_DROP_EXT_HEADERS = 35,    /* IPv6 extension headers beyond the bounded walk */
+	PW_DROP_V4_MAPPED = 36,      /* v4-mapped IPv6 address on the wire */
+	PW_DROP_SPOOFED_SOURCE = 37, /* a source address the sender does not own */
+	PW_DROP_SPOOFED_FLOW = 38,   /* a live tuple from the wrong place */
+	PW_DROP_BAD_SOURCE = 39,     /* loopback, multicast or zero source */
+	PW_DROP_UNKNOWN_PEER = 40,   /* VXLAN from an address that is no node */
+	PW_DROP_WRONG_VNI = 41,
+	PW_DROP_POD_VXLAN = 42,      /* a pod sending to a node's VXLAN port */
+	PW_DROP_NO_SERVICE = 43,     /* service range, address no service owns */
+	PW_DROP_NO_SERVICE_PORT = 44, /* a service's address, port it lacks */
+	PW_DROP_NO_BACKEND = 45,     /* service without a usable endpoint */
+	PW_DROP_NO_ENDPOINT = 46,    /* local pod CIDR, address no pod has */
+	PW_DROP_NO_ROUTE = 47,
+	PW_DROP_NO_NODE = 48,        /* address of a node that is unknown by now */
+	PW_DROP_POLICY_EGRESS = 49,  /* source isolated, no rule allows */
+	PW_DROP_POLICY_INGRESS = 50, /* destination isolated, no rule allows */
+	PW_DROP_FLOW_COLLISION = 51, /* reply tuple owned by another live flow */
+	PW_DROP_FLOW_INSERT = 52,    /* no room for a new flow */
+	PW_DROP_TTL = 53,            /* time to live or hop limit used up */
+	PW_DROP_ICMP_TRANSLATED = 54, /* ICMP error about a translated flow */
+	PW_DROP_ICMP_UNRELATED = 55, /* ICMP error that matches no flow */
+	PW_DROP_MULTICAST = 56,      /* multicast or broadcast from or to a pod */
+	PW_DROP_HELPER = 57,         /* a kernel helper refused: should not happen */
+	PW_DROP_TOO_BIG = 58,
+
+	PW_REASON_MAX = 64,
+};
+
+/* Where a packet was seen; part of the index of pw_metrics. */
+enum pw_hook {
+	PW_FROM_POD = 0,
+	PW_TO_POD = 1,
+	PW_FROM_NETDEV = 2,
+	PW_TO_NETDEV = 3,
+	PW_FROM_OVERLAY = 4,
+	PW_TO_OVERLAY = 5,
+	PW_HOOK_MAX = 8,
+};
+
+/*
+ * One counter per {reason, hook, family}: index = (reason * 8 + hook) * 2 +
+ * (1 for IPv6). A per-CPU array: no contention, no allocation.
+ */
+struct pw_counter {
+	__u64 packets;
+	__u64 bytes;
+};
+PW_ASSERT_SIZE(struct pw_counter, 16);
+#define PW_METRICS_MAX (PW_REASON_MAX * PW_HOOK_MAX * 2)
+
+/* ---- flows ---------------------------------------------------------- */
+
+/*
+ * A tuple as it arrives at a hook. ICMP echo: the identifier is the sport
+ * of the request and the dport of the reply, the other port is 0. Other
+ * protocols without ports: both 0.
+ */
+struct pw_flow_key {
+	struct pw_addr src;
+	struct pw_addr dst;
+	__u16 sport;
+	__u16 dport;
+	__u16 via; /* entry node of a source outside the cluster, else 0 */
+	__u8 proto;
+	__u8 pad;
+};
+PW_ASSERT_SIZE(struct pw_flow_key, 40);
+
+/* A place packets come from or go to. */
+enum pw_place_kind {
+	PW_PLACE_NONE = 0,
+	PW_PLACE_POD = 1,  /* id = ifindex of the host-side veth */
+	PW_PLACE_NODE = 2, /* id = node id: through the tunnel */
+	PW_PLACE_WIRE = 3, /* id = ifindex to send by; arrivals match any device */
+	PW_PLACE_HOST = 4, /* this node's own stack; id = 0 */
+};
+
+struct pw_place {
+	__u32 id;
+	__u8 kind;
+	__u8 pad[3];
+};
+PW_ASSERT_SIZE(struct pw_place, 8);
+
+/* A generation as it was when something was decided. */
+struct pw_gen_ref {
+	__u32 slot; /* index into pw_gens; 0 never moves */
+	__u32 gen;
+};
+PW_ASSERT_SIZE(struct pw_gen_ref, 8);
+
+enum pw_flow_flags {
+	PW_F_REPLY = 1,     /* entry of the reply direction */
+	PW_F_XLATE = 2,     /* src/dst/ports below differ from the key */
+	PW_F_REPLIED = 4,   /* a reply was seen (kept in the original's entry) */
+	PW_F_CONFIRMED = 8, /* lives in pw_flows */
+	PW_F_MIDSTREAM = 16, /* TCP picked up without its SYN */
+};
+
+enum pw_tcp_state {
+	PW_TCP_FIN_ORIG = 1,  /* FIN seen from the initiator */
+	PW_TCP_FIN_REPLY = 2, /* FIN seen from the responder */
+	PW_TCP_RST = 4,
+};
+
+enum pw_verdict {
+	PW_VERDICT_NONE = 0,
+	PW_VERDICT_ALLOW = 1,
+	PW_VERDICT_DENY = 2,
+};
+
+/*
+ * What to do with the packets of one direction of a flow. Complete in
+ * itself: an established packet needs this entry and nothing else.
+ */
+struct pw_flow {
+	__u64 last_seen;
+	__u64 created;
+	struct pw_addr src; /* the tuple after translation */
+	struct pw_addr dst;
+	__u16 sport;
+	__u16 dport;
+	__u16 twin_via;     /* via of the other direction's key */
+	__u8 mac[6];        /* PW_PLACE_POD: destination MAC of the delivery */
+	__u8 flags;         /* enum pw_flow_flags */
+	__u8 tcp;           /* enum pw_tcp_state */
+	__u8 verdict;       /* enum pw_verdict */
+	__u8 reason;        /* enum pw_reason of a denial, else 0 */
+	struct pw_place from; /* where these packets must come from */
+	struct pw_place to;
+	struct pw_addr nexthop; /* PW_PLACE_WIRE */
+	struct pw_gen_ref src_gen; /* of the ORIGINAL direction's source */
+	struct pw_gen_ref dst_gen; /* and (translated) destination */
+	__u32 service;      /* id of the service, 0 = none */
+	__u32 rule;         /* rule reference of the verdict, 0 = not isolated */
+	__u32 key_hash;     /* of the key: a recycled value is recognised */
+	__u32 pad;
+};
+PW_ASSERT_SIZE(struct pw_flow, 128);
+
+/* ---- services ------------------------------------------------------- */
+
+/* A frontend. {addr, 0, 0} marks an address that some service owns. */
+struct pw_service_key {
+	struct pw_addr addr;
+	__u16 port;
+	__u8 proto;
+	__u8 pad[5];
+};
+PW_ASSERT_SIZE(struct pw_service_key, 24);
+
+enum pw_service_flags {
+	PW_SVC_ADDR_OWNED = 1, /* the {addr, 0, 0} entry */
+};
+
+struct pw_service {
+	__u32 id;    /* of the service port; never 0, except in {addr, 0, 0} */
+	__u32 set;   /* backend set; 0 = none */
+	__u32 count; /* backends in the set: slots 0 .. count-1 */
+	__u32 flags;
+};
+PW_ASSERT_SIZE(struct pw_service, 16);
+
+/* A set is written whole under a new number before a service points at it. */
+struct pw_backend_key {
+	__u32 set;
+	__u32 slot;
+};
+PW_ASSERT_SIZE(struct pw_backend_key, 8);
+
+struct pw_backend {
+	struct pw_addr addr;
+	__u16 port;
+	__u8 pad[6];
+};
+PW_ASSERT_SIZE(struct pw_backend, 24);
+
+/* ---- addresses ------------------------------------------------------ */
+
+/* A pod address of this node. policy_*: table id, 0 = not isolated. */
+struct pw_endpoint {
+	__u32 id;      /* endpoint id, unique on the node */
+	__u32 ifindex; /* of the host-side veth */
+	__u32 policy_in;
+	__u32 policy_out;
+	__u32 identity;
+	__u32 slot;    /* of pw_gens: moves when anything here changes */
+	__u8 mac[6];   /* of the pod's interface */
+	__u16 flags;
+};
+PW_ASSERT_SIZE(struct pw_endpoint, 32);
+
+/* Identities that always exist; those of policies start at 256. */
+enum pw_identity {
+	PW_ID_UNKNOWN = 0,
+	PW_ID_WORLD = 1,
+	PW_ID_HOST = 2,        /* this node */
+	PW_ID_REMOTE_NODE = 3,
+	PW_ID_POD = 4,         /* pods that no policy tells apart */
+	PW_ID_FIRST_DYNAMIC = 256,
+};
+
+enum pw_peer_flags {
+	PW_PEER_POD = 1,      /* a pod, or inside some node's pod CIDR */
+	PW_PEER_NODE = 2,     /* an address of another node */
+	PW_PEER_HOST = 4,     /* an address of this node */
+	PW_PEER_SERVICE = 8,  /* service range */
+	PW_PEER_LOCAL = 16,   /* this node's pod CIDR: no endpoint = blackhole */
+};
+
+/* What is known of an address: value of pw_addrs and of pw_prefixes. */
+struct pw_peer {
+	__u32 identity;
+	__u32 slot;
+	__u32 node; /* node id to tunnel to, 0 = not behind a node */
+	__u32 flags;
+};
+PW_ASSERT_SIZE(struct pw_peer, 16);
+
+struct pw_prefix_key {
+	__u32 len; /* bits; IPv4 prefixes count from the v4-mapped start: 96 + n */
+	__u8 addr[16];
+};
+PW_ASSERT_SIZE(struct pw_prefix_key, 20);
+
+/* A tunnel peer; index = node id, 1-based. Zero addr = no such node. */
+struct pw_node {
+	struct pw_addr addr; /* outer destination */
+	__u8 mac[6];         /* of its podweir.vxlan */
+	__u16 pad;
+};
+PW_ASSERT_SIZE(struct pw_node, 24);
+
+/* ---- policy --------------------------------------------------------- */
+
+enum pw_policy_kind {
+	PW_POL_PORT = 0,  /* port is a port number */
+	PW_POL_CLASS = 1, /* port is a class from pw_port_class */
+	PW_POL_ANY = 2,   /* any protocol and port: proto and port are 0 */
+};
+
+/*
+ * A compiled verdict. Probed in the order PORT, CLASS, ANY; the first that
+ * exists is the answer; none = denied (a table exists only for a pod that is
+ * isolated in that direction).
+ */
+struct pw_policy_key {
+	__u32 table;
+	__u32 identity;
+	__u16 port;
+	__u8 proto;
+	__u8 kind;
+};
+PW_ASSERT_SIZE(struct pw_policy_key, 12);
+
+struct pw_policy_entry {
+	__u32 rule;    /* reference into the agent's rule list, never 0 */
+	__u8 verdict;  /* enum pw_verdict */
+	__u8 pad[3];
+};
+PW_ASSERT_SIZE(struct pw_policy_entry, 8);
+
+#endif

@@ -1,0 +1,107 @@
+package maps
+
+import (
+	"fmt"
+	"net/netip"
+
+	"github.com/podweir/podweir/internal/bpf"
+)
+
+// Keys and values; see bpf/types.h for the meaning of every field.
+type (
+	Addr        = bpf.DpPwAddr
+	Backend     = bpf.DpPwBackend
+	BackendKey  = bpf.DpPwBackendKey
+	Counter     = bpf.DpPwCounter
+	Endpoint    = bpf.DpPwEndpoint
+	Flow        = bpf.DpPwFlow
+	FlowKey     = bpf.DpPwFlowKey
+	GenRef      = bpf.DpPwGenRef
+	Node        = bpf.DpPwNode
+	Peer        = bpf.DpPwPeer
+	Place       = bpf.DpPwPlace
+	PolicyEntry = bpf.DpPwPolicyEntry
+	PolicyKey   = bpf.DpPwPolicyKey
+	PrefixKey   = bpf.DpPwPrefixKey
+	Service     = bpf.DpPwService
+	ServiceKey  = bpf.DpPwServiceKey
+	Reason      = bpf.DpPwReason
+	Hook        = bpf.DpPwHook
+)
+
+// Identities that always exist (enum pw_identity).
+const (
+	IdentityUnknown      = uint32(bpf.DpPwIdentityPW_ID_UNKNOWN)
+	IdentityWorld        = uint32(bpf.DpPwIdentityPW_ID_WORLD)
+	IdentityHost         = uint32(bpf.DpPwIdentityPW_ID_HOST)
+	IdentityRemoteNode   = uint32(bpf.DpPwIdentityPW_ID_REMOTE_NODE)
+	IdentityPod          = uint32(bpf.DpPwIdentityPW_ID_POD)
+	IdentityFirstDynamic = uint32(bpf.DpPwIdentityPW_ID_FIRST_DYNAMIC)
+)
+
+// Flags of a [Peer] (enum pw_peer_flags).
+const (
+	PeerPod     = uint32(bpf.DpPwPeerFlagsPW_PEER_POD)
+	PeerNode    = uint32(bpf.DpPwPeerFlagsPW_PEER_NODE)
+	PeerHost    = uint32(bpf.DpPwPeerFlagsPW_PEER_HOST)
+	PeerService = uint32(bpf.DpPwPeerFlagsPW_PEER_SERVICE)
+	PeerLocal   = uint32(bpf.DpPwPeerFlagsPW_PEER_LOCAL)
+)
+
+// Kinds of a [PolicyKey] (enum pw_policy_kind) and verdicts (enum pw_verdict).
+const (
+	PolicyPort  = uint8(bpf.DpPwPolicyKindPW_POL_PORT)
+	PolicyClass = uint8(bpf.DpPwPolicyKindPW_POL_CLASS)
+	PolicyAny   = uint8(bpf.DpPwPolicyKindPW_POL_ANY)
+
+	VerdictAllow = uint8(bpf.DpPwVerdictPW_VERDICT_ALLOW)
+	VerdictDeny  = uint8(bpf.DpPwVerdictPW_VERDICT_DENY)
+)
+
+// ServiceAddrOwned flags the {addr, 0, 0} entry of pw_services.
+const ServiceAddrOwned = uint32(bpf.DpPwServiceFlagsPW_SVC_ADDR_OWNED)
+
+// IP protocol numbers (IANA) as they stand in keys.
+const (
+	ProtoTCP  = uint8(6)
+	ProtoUDP  = uint8(17)
+	ProtoSCTP = uint8(132)
+)
+
+// ToAddr returns a as a map key holds it: IPv4 as v4-mapped. A zone is
+// ignored. The zero netip.Addr gives the zero Addr.
+func ToAddr(a netip.Addr) Addr {
+	if !a.IsValid() {
+		return Addr{}
+	}
+	return Addr{B: a.As16()}
+}
+
+// FromAddr is the inverse of [ToAddr].
+func FromAddr(a Addr) netip.Addr {
+	return netip.AddrFrom16(a.B).Unmap()
+}
+
+// ToPrefix returns p as a key of pw_prefixes: host bits cleared, the length
+// of an IPv4 prefix counted from the start of the v4-mapped form (96 + n).
+func ToPrefix(p netip.Prefix) (PrefixKey, error) {
+	if !p.IsValid() {
+		return PrefixKey{}, fmt.Errorf("invalid prefix %v", p)
+	}
+	p = p.Masked()
+	bits := p.Bits()
+	if p.Addr().Is4() {
+		bits += 96
+	}
+	return PrefixKey{Len: uint32(bits), Addr: p.Addr().As16()}, nil
+}
+
+// FromPrefix is the inverse of [ToPrefix]. ::/0 stays ::/0: it covers both
+// families in the map.
+func FromPrefix(k PrefixKey) netip.Prefix {
+	a := netip.AddrFrom16(k.Addr)
+	if a.Is4In6() && k.Len >= 96 {
+		return netip.PrefixFrom(a.Unmap(), int(k.Len)-96)
+	}
+	return netip.PrefixFrom(a, int(k.Len))
+}
