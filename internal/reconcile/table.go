@@ -106,6 +106,9 @@ func (t *Table[K, V]) Desire(desired map[K]V) {
 			t.dirty[k] = struct{}{}
 		}
 	}
+	if desired == nil {
+		desired = make(map[K]V)
+	}
 	t.desired = desired
 }
 
