@@ -18,12 +18,17 @@ var (
 	ErrReserved  = errors.New("the address is never given to a pod")
 )
 
+// maxFreed bounds how many freed addresses are remembered.
+const maxFreed = 1024
+
 // Allocator gives out addresses. The zero value is ready and has no CIDRs.
 type Allocator struct {
 	mu    sync.Mutex
 	pools []*pool
 	node  map[netip.Addr]struct{}
 	owner map[netip.Addr]string
+	freed map[netip.Addr]uint64 // given back lately, and in which order
+	seq   uint64
 }
 
 // pool is one CIDR.
@@ -217,15 +222,19 @@ func (a *Allocator) search(v6 bool) (netip.Addr, error) {
 		}
 		known = true
 		addr := p.next
-		for range p.size(len(a.owner) + len(a.node) + 1) {
+		for range p.size(len(a.owner) + len(a.node) + len(a.freed) + 1) {
 			if !p.usable(addr) {
 				addr = p.first
 			}
-			if a.free(addr) == nil {
+			if a.freed[addr] == 0 && a.free(addr) == nil {
+				p.next = p.after(addr)
 				return addr, nil
 			}
 			addr = p.after(addr)
 		}
+	}
+	if addr := a.oldest(func(x netip.Addr) bool { return x.Is6() == v6 && a.free(x) == nil }); addr.IsValid() {
+		return addr, nil
 	}
 	if known {
 		return netip.Addr{}, fmt.Errorf("%w in %v: delete pods or enlarge the node's pod CIDR", ErrExhausted, a.prefixes(v6))
@@ -233,16 +242,43 @@ func (a *Allocator) search(v6 bool) (netip.Addr, error) {
 	return netip.Addr{}, nil
 }
 
+// oldest returns the address freed first among those that match.
+func (a *Allocator) oldest(match func(netip.Addr) bool) netip.Addr {
+	var out netip.Addr
+	for addr, seq := range a.freed {
+		if (!out.IsValid() || seq < a.freed[out]) && match(addr) {
+			out = addr
+		}
+	}
+	return out
+}
+
+// full tells whether the node has a CIDR of a family and none of its
+// addresses is free.
+func (a *Allocator) full(v6 bool) bool {
+	known := false
+	for _, p := range a.pools {
+		if p.cidr.Addr().Is6() != v6 {
+			continue
+		}
+		known = true
+		addr := p.first
+		for range p.size(len(a.owner) + len(a.node) + 1) {
+			if a.free(addr) == nil {
+				return false
+			}
+			addr = p.after(addr)
+		}
+	}
+	return known
+}
+
 func (a *Allocator) take(owner string, addr netip.Addr) {
 	if a.owner == nil {
 		a.owner = map[netip.Addr]string{}
 	}
 	a.owner[addr] = owner
-	for _, p := range a.pools {
-		if p.usable(addr) && p.cidr.Contains(addr) {
-			p.next = p.after(addr)
-		}
-	}
+	delete(a.freed, addr)
 }
 
 // Reserve gives owner exactly addrs, which may lie anywhere: it had them
@@ -257,10 +293,7 @@ func (a *Allocator) Reserve(owner string, addrs ...netip.Addr) error {
 		}
 	}
 	for _, addr := range addrs {
-		if a.owner == nil {
-			a.owner = map[netip.Addr]string{}
-		}
-		a.owner[addr] = owner
+		a.take(owner, addr)
 		for _, p := range a.pools {
 			p.advance(addr)
 		}
@@ -276,7 +309,15 @@ func (a *Allocator) Release(owner string, addrs ...netip.Addr) {
 	for _, addr := range addrs {
 		if a.owner[addr] == owner {
 			delete(a.owner, addr)
+			if a.freed == nil {
+				a.freed = map[netip.Addr]uint64{}
+			}
+			a.seq++
+			a.freed[addr] = a.seq
 		}
+	}
+	for len(a.freed) > maxFreed {
+		delete(a.freed, a.oldest(func(netip.Addr) bool { return true }))
 	}
 }
 
@@ -296,8 +337,8 @@ func (a *Allocator) Ready() error {
 		return ErrNoCIDR
 	}
 	for _, v6 := range []bool{false, true} {
-		if _, err := a.search(v6); err != nil {
-			return err
+		if a.full(v6) {
+			return fmt.Errorf("%w in %v", ErrExhausted, a.prefixes(v6))
 		}
 	}
 	return nil
