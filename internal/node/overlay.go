@@ -124,3 +124,21 @@ func (m *Manager) RemoveOverlay() error {
 	}
 	return nil
 }
+
+// RemovePods removes the host sides of all pods' interfaces, and with them
+// the pods' sides.
+func (m *Manager) RemovePods() error {
+	links, err := m.nl.LinkList()
+	if err != nil {
+		return fmt.Errorf("list devices: %w", err)
+	}
+	var errs []error
+	for _, l := range links {
+		if name := l.Attrs().Name; IsHostVeth(name) && l.Type() == "veth" {
+			if err := m.nl.LinkDel(l); err != nil && !errors.Is(err, unix.ENODEV) {
+				errs = append(errs, fmt.Errorf("remove %s: %w", name, err))
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
