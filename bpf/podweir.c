@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /* The one translation unit: all hooks share maps, settings and BTF. */
+#include "from_netdev.c"
+#include "from_overlay.c"
+#include "from_pod.c"
 #include "maps.h"
+#include "to_overlay.c"
+#include "to_pod.c"
 
 char _license[] SEC("license") = "Dual BSD/GPL";
 

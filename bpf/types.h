@@ -75,6 +75,7 @@ enum pw_reason {
 	PW_DROP_MULTICAST = 56,      /* multicast or broadcast from or to a pod */
 	PW_DROP_HELPER = 57,         /* a kernel helper refused: should not happen */
 	PW_DROP_TOO_BIG = 58,
+	PW_DROP_SCTP_PORT = 59,      /* SCTP port translation is not supported */
 
 	PW_REASON_MAX = 64,
 };

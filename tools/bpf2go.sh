@@ -23,4 +23,4 @@ multiarch=/usr/include/$(uname -m)-linux-gnu
 cd internal/bpf
 GOPACKAGE=bpf go tool bpf2go -cc "$CLANG" -strip "$STRIP" -target bpfel -go-package bpf \
 	"${args[@]}" Dp ../../bpf/podweir.c -- \
-	-O2 -g -std=gnu11 -Wall -Wextra -Werror -Wno-unused-parameter -I../../bpf -I"$multiarch"
+	-O2 -g -mcpu=v3 -std=gnu11 -Wall -Wextra -Werror -Wno-unused-parameter -I../../bpf -I"$multiarch"

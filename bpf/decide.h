@@ -1,0 +1,329 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * The slow path: a flow's first packet, and packets of a flow that must be
+ * judged again. Source check, service, destination, policy, route; then the
+ * outcome is written down and never computed again while it holds.
+ */
+#ifndef PW_DECIDE_H
+#define PW_DECIDE_H
+
+#include "flow.h"
+#include "metrics.h"
+#include "policy.h"
+#include "resolve.h"
+#include "service.h"
+
+#define PW_AF_INET 2
+#define PW_AF_INET6 10
+
+/*
+ * May packets with this source come from that place? The kernel's martian
+ * and reverse-path checks never see a packet that is redirected.
+ */
+static __always_inline int pw_check_source(const struct pw_pkt *p, const struct pw_target *src)
+{
+	if (p->from.kind == PW_PLACE_HOST)
+		return 0;
+	if (pw_addr_is_bad_source(&p->key.src))
+		return PW_DROP_BAD_SOURCE;
+	if (p->from.kind == PW_PLACE_POD)
+		return src->ifindex == p->from.id ? 0 : PW_DROP_SPOOFED_SOURCE;
+	if (src->ifindex || src->flags & (PW_PEER_HOST | PW_PEER_LOCAL | PW_PEER_SERVICE))
+		return PW_DROP_SPOOFED_SOURCE;
+	if (p->from.kind == PW_PLACE_NODE)
+		return src->node == p->from.id ? 0 : PW_DROP_SPOOFED_SOURCE;
+	/* The wire: pods of other nodes come through the tunnel. */
+	return src->flags & PW_PEER_POD ? PW_DROP_SPOOFED_SOURCE : 0;
+}
+
+/* Asks the kernel's routing table where addr is, from a device's view. */
+static __noinline int pw_route(struct __sk_buff *skb, const struct pw_addr *src,
+			       const struct pw_addr *dst, struct pw_flow *f)
+{
+	struct bpf_fib_lookup fib = {};
+	int err, i;
+
+	if (!src || !dst || !f)
+		return PW_DROP_NO_ROUTE;
+	fib.ifindex = skb->ifindex;
+	if (pw_addr_is_v4(dst)) {
+		fib.family = PW_AF_INET;
+		fib.ipv4_src = pw_addr_word(src, 3);
+		fib.ipv4_dst = pw_addr_word(dst, 3);
+	} else {
+		fib.family = PW_AF_INET6;
+		for (i = 0; i < 4; i++) {
+			fib.ipv6_src[i] = pw_addr_word(src, i);
+			fib.ipv6_dst[i] = pw_addr_word(dst, i);
+		}
+	}
+	err = bpf_fib_lookup(skb, &fib, sizeof(fib), 0);
+	/* The neighbour is looked up, and asked for, at every send. */
+	if (err != BPF_FIB_LKUP_RET_SUCCESS && err != BPF_FIB_LKUP_RET_NO_NEIGH)
+		return PW_DROP_NO_ROUTE;
+	f->to.kind = PW_PLACE_WIRE;
+	f->to.id = fib.ifindex;
+	/* The next hop's family may differ from the packet's (RFC 8950). */
+	if (fib.family == PW_AF_INET)
+		pw_addr_v4(&f->nexthop, fib.ipv4_dst);
+	else
+		pw_addr_copy(&f->nexthop, fib.ipv6_dst);
+	return 0;
+}
+
+/* Where the destination is. Fills fwd->to and what goes with it. */
+static __always_inline int pw_place(struct __sk_buff *skb, const struct pw_place *from,
+				    const struct pw_addr *src, const struct pw_target *dst,
+				    struct pw_flow *fwd)
+{
+	if (dst->ifindex) {
+		fwd->to.kind = PW_PLACE_POD;
+		fwd->to.id = dst->ifindex;
+		__builtin_memcpy(fwd->mac, dst->mac, 6);
+		return 0;
+	}
+	if (dst->flags & PW_PEER_LOCAL)
+		return PW_DROP_NO_ENDPOINT;
+	if (dst->flags & PW_PEER_SERVICE)
+		return PW_DROP_NO_SERVICE;
+	if (dst->flags & PW_PEER_HOST) {
+		fwd->to.kind = PW_PLACE_HOST;
+		fwd->to.id = 0;
+		return 0;
+	}
+	if (dst->node) {
+		/* What came for us is never sent on to a third node. */
+		if (from->kind == PW_PLACE_NODE || from->kind == PW_PLACE_WIRE)
+			return PW_DROP_NO_ROUTE;
+		fwd->to.kind = PW_PLACE_NODE;
+		fwd->to.id = dst->node;
+		return 0;
+	}
+	if (dst->flags & PW_PEER_POD)
+		return PW_DROP_NO_NODE;
+	if (from->kind != PW_PLACE_POD)
+		return PW_DROP_NO_ROUTE;
+	return pw_route(skb, src, &fwd->dst, fwd);
+}
+
+/*
+ * Egress of the source, then ingress of the destination; both must allow.
+ * The node reaches its own pods, a pod itself, whatever the policies say.
+ * Returns 0 or the reason; fwd->rule names the last rule that spoke.
+ */
+static __always_inline int pw_judge(const struct pw_place *from, const struct pw_addr *src_addr,
+				    __u8 proto, const struct pw_target *src,
+				    const struct pw_target *dst, struct pw_flow *fwd)
+{
+	__u32 rule = 0;
+
+	fwd->rule = 0;
+	if (pw_addr_eq(src_addr, &fwd->dst))
+		return 0;
+	if (from->kind == PW_PLACE_POD) {
+		if (pw_policy_verdict(src->policy_out, dst->identity, proto, fwd->dport, &rule) !=
+		    PW_VERDICT_ALLOW) {
+			fwd->rule = rule;
+			return PW_DROP_POLICY_EGRESS;
+		}
+	}
+	if (fwd->to.kind == PW_PLACE_POD && from->kind != PW_PLACE_HOST) {
+		if (pw_policy_verdict(dst->policy_in, src->identity, proto, fwd->dport, &rule) !=
+		    PW_VERDICT_ALLOW) {
+			fwd->rule = rule;
+			return PW_DROP_POLICY_INGRESS;
+		}
+	}
+	fwd->rule = rule;
+	return 0;
+}
+
+/* The service's part: sets fwd->dst and dport. Returns 0 or a reason. */
+static __always_inline int pw_translate(const struct pw_pkt *p, struct pw_scratch *s)
+{
+	struct pw_backend *be;
+
+	s->fwd.dst = p->key.dst;
+	s->fwd.dport = p->key.dport;
+	/* Only what starts on this node is translated here. */
+	if (p->from.kind != PW_PLACE_POD && p->from.kind != PW_PLACE_HOST)
+		return 0;
+	if (pw_has_ports(p->key.proto) &&
+	    pw_service_lookup(&p->key.dst, p->key.dport, p->key.proto)) {
+		be = pw_service_pick(&p->key.dst, p->key.dport, p->key.proto, &s->fwd.service);
+		if (!be)
+			return PW_DROP_NO_BACKEND;
+		s->fwd.dst = be->addr;
+		s->fwd.dport = be->port;
+		s->fwd.flags |= PW_F_XLATE;
+		return 0;
+	}
+	if (pw_service_lookup(&p->key.dst, 0, 0))
+		return PW_DROP_NO_SERVICE_PORT;
+	return 0;
+}
+
+/* The reply direction is the mirror image of the forward one. */
+static __always_inline int pw_mirror(struct __sk_buff *skb, const struct pw_pkt *p,
+				     struct pw_scratch *s)
+{
+	s->rev = s->fwd;
+	s->rev.src = p->key.dst;
+	s->rev.dst = p->key.src;
+	s->rev.sport = p->key.dport;
+	s->rev.dport = p->key.sport;
+	s->rev.flags |= PW_F_REPLY;
+	s->rev.from = s->fwd.to;
+	s->rev.to = p->from;
+	s->rev.twin_via = p->key.via;
+	__builtin_memcpy(s->rev.mac, s->src.mac, 6);
+
+	s->rev_key.src = s->fwd.dst;
+	s->rev_key.dst = s->fwd.src;
+	s->rev_key.sport = s->fwd.dport;
+	s->rev_key.dport = s->fwd.sport;
+	s->rev_key.via = 0;
+	s->rev_key.proto = p->key.proto;
+	s->rev_key.pad = 0;
+
+	/* To a source on the wire: by the route of now, like any reply. */
+	if (p->from.kind == PW_PLACE_WIRE)
+		return pw_route(skb, &p->key.dst, &p->key.src, &s->rev);
+	return 0;
+}
+
+/* A segment that may not start a flow: SYN-ACK, RST. */
+static __always_inline int pw_never_creates(const struct pw_pkt *p)
+{
+	if (p->key.proto != IPPROTO_TCP)
+		return 0;
+	return (p->tcp_flags & PW_TCP_RST_BIT) ||
+	       (p->tcp_flags & (PW_TCP_SYN | PW_TCP_ACK)) == (PW_TCP_SYN | PW_TCP_ACK);
+}
+
+/*
+ * A packet of no known flow. On success s->fwd holds the action and the flow
+ * is in the table (unless this segment may not start one). Returns 0 or the
+ * reason of the drop.
+ */
+static __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_flow *other;
+	int err;
+
+	if (!p || !s)
+		return PW_DROP_HELPER;
+	__builtin_memset(&s->fwd, 0, sizeof(s->fwd));
+	pw_resolve(&p->key.src, &s->src);
+	err = pw_check_source(p, &s->src);
+	if (err)
+		return err;
+	if (p->wrong_place) {
+		/* The source is this place's own by now: the old flow is over. */
+		other = pw_flow_find(&p->key);
+		if (other)
+			pw_flow_forget(&p->key, other);
+	}
+	if (pw_addr_is_multicast(&p->key.dst))
+		return PW_DROP_MULTICAST;
+	s->fwd.src = p->key.src;
+	s->fwd.sport = p->key.sport;
+	err = pw_translate(p, s);
+	if (err)
+		return err;
+	pw_resolve(&s->fwd.dst, &s->dst);
+	/* Nobody but the nodes speaks to a node's tunnel port. */
+	if (p->from.kind == PW_PLACE_POD && p->key.proto == IPPROTO_UDP &&
+	    s->fwd.dport == cfg_vxlan_port && s->dst.flags & (PW_PEER_NODE | PW_PEER_HOST))
+		return PW_DROP_POD_VXLAN;
+	err = pw_place(skb, &p->from, &p->key.src, &s->dst, &s->fwd);
+	if (err)
+		return err;
+	err = pw_judge(&p->from, &p->key.src, p->key.proto, &s->src, &s->dst, &s->fwd);
+	if (err)
+		return err;
+
+	s->fwd.from = p->from;
+	s->fwd.verdict = PW_VERDICT_ALLOW;
+	s->fwd.src_gen = s->src.gen;
+	s->fwd.dst_gen = s->dst.gen;
+	s->fwd.last_seen = s->fwd.created = pw_now();
+	if (pw_never_creates(p))
+		return 0;
+	if (p->key.proto == IPPROTO_TCP && !(p->tcp_flags & PW_TCP_SYN)) {
+		s->fwd.flags |= PW_F_MIDSTREAM;
+		pw_count(PW_FLOW_MIDSTREAM, p->hook, p->v6, skb->len);
+	}
+	err = pw_mirror(skb, p, s);
+	if (err)
+		return err;
+	err = pw_flow_create(&p->key, s);
+	if (err >= PW_DROP_MALFORMED)
+		return err;
+	pw_count(err, p->hook, p->v6, skb->len);
+	if (err == PW_FLOW_RACE_LOST) {
+		other = pw_flow_find(&p->key);
+		if (!other)
+			return PW_DROP_FLOW_INSERT;
+		s->fwd = *other;
+	}
+	return 0;
+}
+
+/*
+ * A flow one of whose generations moved: verdict and route once more, in the
+ * ORIGINAL direction, from whichever entry the packet met. The backend stays.
+ * A denial keeps entry and translation, so that the flow goes on when it is
+ * allowed again. p and f are this packet's; both entries are updated.
+ */
+static __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow *f)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_flow *twin, *orig, *reply;
+	struct pw_flow_key twin_key;
+	struct pw_addr src;
+	int err;
+
+	if (!p || !f || !s)
+		return PW_DROP_HELPER;
+	pw_twin_key(&p->key, f, &twin_key);
+	twin = pw_flow_find(&twin_key);
+	if (!twin)
+		return -1;
+	if (f->flags & PW_F_REPLY) {
+		orig = twin;
+		reply = f;
+		src = twin_key.src;
+	} else {
+		orig = f;
+		reply = twin;
+		src = p->key.src;
+	}
+	s->fwd = *orig;
+	pw_resolve(&src, &s->src);
+	pw_resolve(&s->fwd.dst, &s->dst);
+	/* Another pod has the address by now: not this flow any more. */
+	if (s->fwd.from.kind == PW_PLACE_POD && s->src.ifindex != s->fwd.from.id)
+		return -1;
+	if (s->fwd.from.kind == PW_PLACE_NODE && s->src.node != s->fwd.from.id)
+		return -1;
+	err = pw_place(skb, &s->fwd.from, &src, &s->dst, &s->fwd);
+	if (!err)
+		err = pw_judge(&s->fwd.from, &src, p->key.proto, &s->src, &s->dst, &s->fwd);
+
+	orig->verdict = reply->verdict = err ? PW_VERDICT_DENY : PW_VERDICT_ALLOW;
+	orig->reason = reply->reason = err;
+	orig->rule = reply->rule = s->fwd.rule;
+	if (!err) {
+		orig->to = reply->from = s->fwd.to;
+		orig->nexthop = s->fwd.nexthop;
+		__builtin_memcpy(orig->mac, s->fwd.mac, 6);
+	}
+	/* Last: until here the other direction judges for itself. */
+	orig->src_gen = reply->src_gen = s->src.gen;
+	orig->dst_gen = reply->dst_gen = s->dst.gen;
+	return 0;
+}
+
+#endif

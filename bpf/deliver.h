@@ -1,0 +1,150 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* Carries out what a flow's entry says, and counts it. */
+#ifndef PW_DELIVER_H
+#define PW_DELIVER_H
+
+#include "metrics.h"
+#include "nat.h"
+#include "settings.h"
+#include "tunnel.h"
+
+/*
+ * "Not ours": the next program, or the stack, goes on with the packet. -1 in
+ * both worlds (TCX_NEXT, TC_ACT_UNSPEC), 2 is a drop in both.
+ */
+#define PW_NEXT (-1)
+#define PW_SHOT 2
+
+/* Source address of frames handed to pods; the host side's own is not asked. */
+#define PW_SRC_MAC { 0x02, 'p', 'w', 0, 0, 0x01 }
+
+static __always_inline int pw_drop(struct __sk_buff *skb, const struct pw_pkt *p, __u32 reason)
+{
+	pw_count(reason, p->hook, p->v6, skb->len);
+	return PW_SHOT;
+}
+
+static __always_inline int pw_pass(struct __sk_buff *skb, const struct pw_pkt *p)
+{
+	pw_count(PW_PASS, p->hook, p->v6, skb->len);
+	return PW_NEXT;
+}
+
+static __always_inline int pw_is_ingress(const struct pw_pkt *p)
+{
+	return p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV || p->hook == PW_FROM_OVERLAY;
+}
+
+static __always_inline int pw_write_macs(struct __sk_buff *skb, const __u8 *dst)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	static const __u8 src[6] = PW_SRC_MAC;
+	struct ethhdr *eth = data;
+
+	if ((void *)(eth + 1) > end)
+		return PW_DROP_HELPER;
+	__builtin_memcpy(eth->h_dest, dst, 6);
+	__builtin_memcpy(eth->h_source, src, 6);
+	return 0;
+}
+
+/* A frame flooded to us by MAC is not for the stack unless we say so. */
+static __always_inline void pw_make_ours(struct __sk_buff *skb)
+{
+	if (skb->pkt_type != PW_PACKET_HOST)
+		bpf_skb_change_type(skb, PW_PACKET_HOST);
+}
+
+static __always_inline int pw_to_pod(struct __sk_buff *skb, struct pw_pkt *p,
+				     const struct pw_flow *f)
+{
+	__u32 ifindex = f->to.id;
+
+	if (p->hook == PW_TO_POD) {
+		/* The stack's route must agree with ours. */
+		if (ifindex != skb->ifindex)
+			return pw_drop(skb, p, PW_DROP_NO_ROUTE);
+		pw_count(PW_FWD_LOCAL, p->hook, p->v6, skb->len);
+		return PW_NEXT;
+	}
+	if (pw_write_macs(skb, f->mac))
+		return pw_drop(skb, p, PW_DROP_HELPER);
+	pw_count(PW_FWD_LOCAL, p->hook, p->v6, skb->len);
+	if (pw_is_ingress(p)) {
+		pw_make_ours(skb);
+		return bpf_redirect_peer(ifindex, 0);
+	}
+	skb->mark |= cfg_mark;
+	return bpf_redirect(ifindex, 0);
+}
+
+static __always_inline int pw_to_node(struct __sk_buff *skb, struct pw_pkt *p,
+				      const struct pw_flow *f)
+{
+	__u32 id = f->to.id;
+	struct pw_node *node = bpf_map_lookup_elem(&pw_nodes, &id);
+
+	if (!node || !cfg_overlay_ifindex)
+		return pw_drop(skb, p, PW_DROP_NO_NODE);
+	if (pw_write_macs(skb, node->mac))
+		return pw_drop(skb, p, PW_DROP_HELPER);
+	if (pw_set_tunnel(skb, node))
+		return pw_drop(skb, p, PW_DROP_NO_NODE);
+	pw_count(PW_FWD_TUNNEL, p->hook, p->v6, skb->len);
+	if (!pw_is_ingress(p))
+		return PW_NEXT;
+	skb->mark |= cfg_mark;
+	return bpf_redirect(cfg_overlay_ifindex, 0);
+}
+
+static __always_inline int pw_to_wire(struct __sk_buff *skb, struct pw_pkt *p,
+				      const struct pw_flow *f)
+{
+	struct bpf_redir_neigh nh = {};
+	int i;
+
+	if (pw_addr_is_v4(&f->nexthop)) {
+		nh.nh_family = PW_AF_INET;
+		nh.ipv4_nh = pw_addr_word(&f->nexthop, 3);
+	} else {
+		nh.nh_family = PW_AF_INET6;
+		for (i = 0; i < 4; i++)
+			nh.ipv6_nh[i] = pw_addr_word(&f->nexthop, i);
+	}
+	pw_count(PW_FWD_WIRE, p->hook, p->v6, skb->len);
+	return bpf_redirect_neigh(f->to.id, &nh, sizeof(nh), 0);
+}
+
+/*
+ * rewrite = 0 for ICMP errors, which take a flow's way and not its
+ * translation. The stack takes the TTL of what it forwards itself.
+ */
+static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p,
+				  const struct pw_flow *f, int rewrite)
+{
+	int dec = pw_is_ingress(p) && f->to.kind != PW_PLACE_HOST;
+	int err;
+
+	if (dec && p->ttl <= 1)
+		return pw_drop(skb, p, PW_DROP_TTL);
+	if (dec || (rewrite && f->flags & PW_F_XLATE)) {
+		err = pw_rewrite(skb, p, f, dec);
+		if (err)
+			return pw_drop(skb, p, err);
+	}
+	switch (f->to.kind) {
+	case PW_PLACE_POD:
+		return pw_to_pod(skb, p, f);
+	case PW_PLACE_NODE:
+		return pw_to_node(skb, p, f);
+	case PW_PLACE_WIRE:
+		return pw_to_wire(skb, p, f);
+	case PW_PLACE_HOST:
+		pw_make_ours(skb);
+		pw_count(PW_FWD_HOST, p->hook, p->v6, skb->len);
+		return PW_NEXT;
+	}
+	return pw_drop(skb, p, PW_DROP_NO_ROUTE);
+}
+
+#endif

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * tc ingress of the node's devices. Most of what arrives is the host's own
+ * and is left alone; what is meant for a pod is decided here, because the
+ * host's FORWARD chain must have no say in it. VXLAN is left to the kernel's
+ * device, behind which from_overlay decides.
+ */
+#include "follow.h"
+
+static __always_inline int pw_is_vxlan(const struct pw_pkt *p)
+{
+	return p->key.proto == IPPROTO_UDP && p->key.dport == cfg_vxlan_port;
+}
+
+SEC("tc")
+int from_netdev(struct __sk_buff *skb)
+{
+	struct pw_pkt p = { .hook = PW_FROM_NETDEV };
+	int err;
+
+	/* A bridge floods frames for others past us. */
+	if (skb->pkt_type != PW_PACKET_HOST)
+		return PW_NEXT;
+	err = pw_parse(skb, &p);
+	p.from.kind = PW_PLACE_WIRE;
+	p.from.id = skb->ifindex;
+	if (!err && (p.kind == PW_KIND_LINK || pw_is_vxlan(&p)))
+		return pw_pass(skb, &p);
+	if (!bpf_map_lookup_elem(&pw_endpoints, &p.key.dst))
+		return pw_pass(skb, &p);
+	if (err)
+		return pw_drop(skb, &p, err);
+	return pw_follow(skb, &p);
+}

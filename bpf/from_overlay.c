@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/* tc ingress of podweir.vxlan: what other nodes send through the tunnel. */
+#include "follow.h"
+
+SEC("tc")
+int from_overlay(struct __sk_buff *skb)
+{
+	struct pw_pkt p = { .hook = PW_FROM_OVERLAY };
+	int err = pw_parse(skb, &p), peer;
+
+	peer = pw_tunnel_source(skb, &p.from);
+	if (peer)
+		return pw_drop(skb, &p, peer);
+	if (err)
+		return pw_drop(skb, &p, err);
+	/* Nobody's neighbour lives behind the tunnel. */
+	if (p.kind == PW_KIND_LINK)
+		return pw_drop(skb, &p, PW_DROP_MULTICAST);
+	return pw_follow(skb, &p);
+}

@@ -1,0 +1,353 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * From bytes to a tuple. Only this file, nat.h and icmp.h know the two
+ * families' headers; everything after works on 128-bit addresses.
+ */
+#ifndef PW_PARSE_H
+#define PW_PARSE_H
+
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/ip.h>
+#include <linux/ipv6.h>
+#include <linux/tcp.h>
+#include <linux/udp.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+#include "types.h"
+
+#define PW_TCP_FIN 0x01
+#define PW_TCP_SYN 0x02
+#define PW_TCP_RST_BIT 0x04
+#define PW_TCP_ACK 0x10
+
+#define PW_IP_MF_OFFSET 0x3fff /* more-fragments bit and fragment offset */
+#define PW_EXT_HEADERS_MAX 6
+#define PW_NEXTHDR_HOP 0
+#define PW_NEXTHDR_ROUTING 43
+#define PW_NEXTHDR_FRAGMENT 44
+#define PW_NEXTHDR_AUTH 51
+#define PW_NEXTHDR_DEST 60
+#define PW_PROTO_SCTP 132
+
+/* How much of a frame must be linear: Ethernet, IPv6, some extensions, TCP. */
+#define PW_PULL 192
+
+/* The kernel's icmp.h draws in the C library; this is what is used of it. */
+struct pw_icmphdr {
+	__u8 type;
+	__u8 code;
+	__be16 check;
+	__be16 id; /* of echo messages */
+	__be16 seq;
+};
+
+enum pw_icmp_type {
+	PW_ICMP_ECHO_REPLY = 0,
+	PW_ICMP_UNREACHABLE = 3,
+	PW_ICMP_QUENCH = 4,
+	PW_ICMP_ECHO = 8,
+	PW_ICMP_TIME_EXCEEDED = 11,
+	PW_ICMP_PARAMETER = 12,
+	PW_ICMP6_INFO = 128, /* below: errors */
+	PW_ICMP6_ECHO = 128,
+	PW_ICMP6_ECHO_REPLY = 129,
+	PW_ICMP6_LINK_FIRST = 130, /* MLD, then neighbour discovery */
+	PW_ICMP6_LINK_LAST = 137,
+	PW_ICMP6_MLD2 = 143,
+};
+
+enum pw_kind {
+	PW_KIND_NONE = 0, /* addresses not known */
+	PW_KIND_FLOW,     /* key is complete */
+	PW_KIND_ICMP_ERROR, /* l4 points at the ICMP header; ports are 0 */
+	PW_KIND_LINK,     /* ARP, neighbour discovery, MLD: the link's own */
+};
+
+struct pw_pkt {
+	struct pw_flow_key key;
+	struct pw_place from;
+	__u16 l4;        /* offset of the transport header */
+	__u8 kind;       /* enum pw_kind */
+	__u8 v6;
+	__u8 ttl;        /* TTL or hop limit as it arrived */
+	__u8 tcp_flags;
+	__u8 hook;       /* enum pw_hook */
+	__u8 wrong_place; /* the tuple is live, but belongs to another place */
+};
+
+static __always_inline void pw_addr_v4(struct pw_addr *a, __be32 v4)
+{
+	__u32 *w = (__u32 *)a->b;
+
+	w[0] = 0;
+	w[1] = 0;
+	w[2] = bpf_htonl(0xffff);
+	w[3] = v4;
+}
+
+static __always_inline __be32 pw_addr_word(const struct pw_addr *a, int i)
+{
+	return ((const __u32 *)a->b)[i];
+}
+
+static __always_inline void pw_addr_copy(struct pw_addr *to, const void *from)
+{
+	__u32 *d = (__u32 *)to->b;
+	const __u32 *s = from;
+
+	d[0] = s[0];
+	d[1] = s[1];
+	d[2] = s[2];
+	d[3] = s[3];
+}
+
+static __always_inline int pw_addr_eq(const struct pw_addr *a, const struct pw_addr *b)
+{
+	const __u64 *x = (const __u64 *)a->b, *y = (const __u64 *)b->b;
+
+	return x[0] == y[0] && x[1] == y[1];
+}
+
+static __always_inline int pw_addr_is_v4(const struct pw_addr *a)
+{
+	return pw_addr_word(a, 0) == 0 && pw_addr_word(a, 1) == 0 &&
+	       pw_addr_word(a, 2) == bpf_htonl(0xffff);
+}
+
+/* 224.0.0.0/4, 255.255.255.255, ff00::/8 */
+static __always_inline int pw_addr_is_multicast(const struct pw_addr *a)
+{
+	if (pw_addr_is_v4(a))
+		return a->b[12] >= 224;
+	return a->b[0] == 0xff;
+}
+
+/* No host may send from these: 0/8, 127/8, multicast, ::, ::1. */
+static __always_inline int pw_addr_is_bad_source(const struct pw_addr *a)
+{
+	if (pw_addr_is_v4(a))
+		return a->b[12] == 0 || a->b[12] == 127 || a->b[12] >= 224;
+	if (a->b[0] == 0xff)
+		return 1;
+	return pw_addr_word(a, 0) == 0 && pw_addr_word(a, 1) == 0 &&
+	       pw_addr_word(a, 2) == 0 && bpf_ntohl(pw_addr_word(a, 3)) <= 1;
+}
+
+/* Makes the headers linear, so that they can be read and written in place. */
+static __always_inline void pw_pull(struct __sk_buff *skb)
+{
+	__u32 linear = skb->data_end - skb->data;
+	__u32 want = skb->len < PW_PULL ? skb->len : PW_PULL;
+
+	if (linear < want)
+		bpf_skb_pull_data(skb, want);
+}
+
+static __always_inline int pw_parse_ports(struct __sk_buff *skb, struct pw_pkt *p, __u32 l4_len)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	void *h = data + (p->l4 & 0xff);
+
+	if (p->key.proto == IPPROTO_TCP) {
+		struct tcphdr *tcp = h;
+
+		if ((void *)(tcp + 1) > end || tcp->doff < 5 || tcp->doff * 4U > l4_len)
+			return PW_DROP_MALFORMED;
+		p->tcp_flags = ((__u8 *)tcp)[13];
+		p->key.sport = bpf_ntohs(tcp->source);
+		p->key.dport = bpf_ntohs(tcp->dest);
+	} else if (p->key.proto == IPPROTO_UDP) {
+		struct udphdr *udp = h;
+
+		if ((void *)(udp + 1) > end || l4_len < sizeof(*udp))
+			return PW_DROP_MALFORMED;
+		/* 0 stands for more than 64 KiB under GSO. */
+		if (udp->len && (bpf_ntohs(udp->len) < sizeof(*udp) ||
+				 bpf_ntohs(udp->len) > l4_len) && !skb->gso_size)
+			return PW_DROP_MALFORMED;
+		p->key.sport = bpf_ntohs(udp->source);
+		p->key.dport = bpf_ntohs(udp->dest);
+	} else if (p->key.proto == PW_PROTO_SCTP) {
+		__be16 *ports = h;
+
+		/* Common header: ports, tag, checksum. */
+		if (h + 12 > end || l4_len < 12)
+			return PW_DROP_MALFORMED;
+		p->key.sport = bpf_ntohs(ports[0]);
+		p->key.dport = bpf_ntohs(ports[1]);
+	}
+	p->kind = PW_KIND_FLOW;
+	return 0;
+}
+
+/* RFC 792 and RFC 4443: which messages are errors, which echo. */
+static __always_inline int pw_parse_icmp(struct __sk_buff *skb, struct pw_pkt *p, __u32 l4_len)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	struct pw_icmphdr *icmp = data + (p->l4 & 0xff);
+	__u8 type;
+
+	if ((void *)(icmp + 1) > end || l4_len < sizeof(*icmp))
+		return PW_DROP_MALFORMED;
+	type = icmp->type;
+	p->kind = PW_KIND_FLOW;
+	if (p->key.proto == IPPROTO_ICMP) {
+		if (type == PW_ICMP_ECHO)
+			p->key.sport = bpf_ntohs(icmp->id);
+		else if (type == PW_ICMP_ECHO_REPLY)
+			p->key.dport = bpf_ntohs(icmp->id);
+		else if (type == PW_ICMP_UNREACHABLE || type == PW_ICMP_QUENCH ||
+			 type == PW_ICMP_TIME_EXCEEDED || type == PW_ICMP_PARAMETER)
+			p->kind = PW_KIND_ICMP_ERROR;
+		return 0;
+	}
+	if (type == PW_ICMP6_ECHO)
+		p->key.sport = bpf_ntohs(icmp->id);
+	else if (type == PW_ICMP6_ECHO_REPLY)
+		p->key.dport = bpf_ntohs(icmp->id);
+	else if (type < PW_ICMP6_INFO)
+		p->kind = PW_KIND_ICMP_ERROR;
+	else if ((type >= PW_ICMP6_LINK_FIRST && type <= PW_ICMP6_LINK_LAST) ||
+		 type == PW_ICMP6_MLD2)
+		/* MLD (RFC 2710, 3810) and neighbour discovery (RFC 4861). */
+		p->kind = PW_KIND_LINK;
+	return 0;
+}
+
+static __always_inline int pw_parse_l4(struct __sk_buff *skb, struct pw_pkt *p, __u32 l4_len)
+{
+	if (p->key.proto == IPPROTO_ICMP || p->key.proto == IPPROTO_ICMPV6) {
+		/* One family's ICMP inside the other is not a protocol. */
+		if ((p->key.proto == IPPROTO_ICMPV6) != p->v6)
+			return PW_DROP_MALFORMED;
+		return pw_parse_icmp(skb, p, l4_len);
+	}
+	return pw_parse_ports(skb, p, l4_len);
+}
+
+static __always_inline int pw_parse_v4(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	struct iphdr *ip = data + ETH_HLEN;
+	__u32 have = skb->len - ETH_HLEN, total, header;
+
+	if ((void *)(ip + 1) > end || ip->version != 4)
+		return PW_DROP_MALFORMED;
+	header = ip->ihl * 4;
+	total = bpf_ntohs(ip->tot_len);
+	if (!total && skb->gso_size) /* BIG TCP */
+		total = have;
+	if (header < sizeof(*ip) || total < header || total > have)
+		return PW_DROP_MALFORMED;
+	pw_addr_v4(&p->key.src, ip->saddr);
+	pw_addr_v4(&p->key.dst, ip->daddr);
+	p->key.proto = ip->protocol;
+	p->ttl = ip->ttl;
+	p->l4 = ETH_HLEN + header;
+	p->kind = PW_KIND_NONE;
+	if (ip->frag_off & bpf_htons(PW_IP_MF_OFFSET))
+		return PW_DROP_FRAGMENT;
+	return pw_parse_l4(skb, p, total - header);
+}
+
+/*
+ * Walks the extension headers (RFC 8200 4) from *next at *off; bounded, and
+ * never past what was made linear.
+ */
+static __always_inline int pw_walk_v6(struct __sk_buff *skb, __u8 *next, __u32 *off)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	int i;
+
+	for (i = 0; i < PW_EXT_HEADERS_MAX; i++) {
+		__u8 *h = data + (*off & 0xff);
+		__u8 n = *next;
+
+		if (n != PW_NEXTHDR_HOP && n != PW_NEXTHDR_ROUTING && n != PW_NEXTHDR_DEST &&
+		    n != PW_NEXTHDR_AUTH && n != PW_NEXTHDR_FRAGMENT)
+			return 0;
+		if (h + 8 > (__u8 *)end)
+			return PW_DROP_MALFORMED;
+		if (n == PW_NEXTHDR_FRAGMENT) {
+			/* An atomic fragment (RFC 6946) is a whole packet. */
+			if (*(__be16 *)(h + 2) & bpf_htons(0xfff9))
+				return PW_DROP_FRAGMENT;
+			*off += 8;
+		} else if (n == PW_NEXTHDR_AUTH) {
+			*off += (h[1] + 2) * 4;
+		} else {
+			*off += (h[1] + 1) * 8;
+		}
+		*next = h[0];
+		if (*off > PW_PULL - sizeof(struct tcphdr))
+			return PW_DROP_EXT_HEADERS;
+	}
+	return PW_DROP_EXT_HEADERS;
+}
+
+static __always_inline int pw_parse_v6(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	struct ipv6hdr *ip = data + ETH_HLEN;
+	__u32 have = skb->len - ETH_HLEN - sizeof(*ip), payload, off = ETH_HLEN + sizeof(*ip);
+	__u8 next;
+	int err;
+
+	if ((void *)(ip + 1) > end || ip->version != 6)
+		return PW_DROP_MALFORMED;
+	payload = bpf_ntohs(ip->payload_len);
+	if (!payload && skb->gso_size) /* BIG TCP, RFC 2675 */
+		payload = have;
+	if (payload > have)
+		return PW_DROP_MALFORMED;
+	pw_addr_copy(&p->key.src, &ip->saddr);
+	pw_addr_copy(&p->key.dst, &ip->daddr);
+	/* Such a packet would be taken for IPv4 by every map (RFC 4942 2.2). */
+	if (pw_addr_is_v4(&p->key.src) || pw_addr_is_v4(&p->key.dst))
+		return PW_DROP_V4_MAPPED;
+	p->v6 = 1;
+	p->ttl = ip->hop_limit;
+	p->kind = PW_KIND_NONE;
+	next = ip->nexthdr;
+	err = pw_walk_v6(skb, &next, &off);
+	p->key.proto = next;
+	p->l4 = off;
+	if (err)
+		return err;
+	if (off - ETH_HLEN - sizeof(*ip) > payload)
+		return PW_DROP_MALFORMED;
+	return pw_parse_l4(skb, p, payload - (off - ETH_HLEN - sizeof(*ip)));
+}
+
+/*
+ * Fills p from the frame. Returns 0, or the reason why the packet can't be
+ * followed; key.src and key.dst are set as far as they were readable (zero
+ * if not). The caller decides what an unreadable packet means at its hook.
+ */
+static __always_inline int pw_parse(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	void *data, *end;
+	struct ethhdr *eth;
+
+	pw_pull(skb);
+	data = (void *)(long)skb->data;
+	end = (void *)(long)skb->data_end;
+	eth = data;
+	if ((void *)(eth + 1) > end)
+		return PW_DROP_MALFORMED;
+	if (skb->vlan_present)
+		return PW_DROP_UNKNOWN_L3;
+	if (eth->h_proto == bpf_htons(ETH_P_IP))
+		return pw_parse_v4(skb, p);
+	if (eth->h_proto == bpf_htons(ETH_P_IPV6))
+		return pw_parse_v6(skb, p);
+	if (eth->h_proto == bpf_htons(ETH_P_ARP)) {
+		p->kind = PW_KIND_LINK;
+		return 0;
+	}
+	return PW_DROP_UNKNOWN_L3;
+}
+
+#endif

@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * Settings. Constants of the loaded program: the loader writes them before
+ * the load, the verifier prunes what they rule out, the packet path pays
+ * nothing. There is no #ifdef for a feature anywhere.
+ */
+#ifndef PW_SETTINGS_H
+#define PW_SETTINGS_H
+
+#include <linux/types.h>
+
+#define PW_SEC 1000000000ULL
+
+/* podweir.vxlan, 0 = tunnel not there yet: nothing is sent through it. */
+const volatile __u32 cfg_overlay_ifindex = 0;
+const volatile __u32 cfg_vni = 4096;
+const volatile __u16 cfg_vxlan_port = 4789;
+
+/* skb mark bit of a packet that one of our hooks has already decided. */
+const volatile __u32 cfg_mark = 0x1000;
+
+/* How long an idle flow is kept, in nanoseconds. */
+const volatile __u64 cfg_tcp_new = 60 * PW_SEC;
+const volatile __u64 cfg_tcp_established = 86400 * PW_SEC;
+const volatile __u64 cfg_tcp_half_closed = 3600 * PW_SEC;
+const volatile __u64 cfg_tcp_closed = 60 * PW_SEC;
+const volatile __u64 cfg_udp_new = 30 * PW_SEC;
+const volatile __u64 cfg_udp_stream = 180 * PW_SEC;
+const volatile __u64 cfg_icmp = 30 * PW_SEC;
+const volatile __u64 cfg_other = 120 * PW_SEC;
+
+#endif

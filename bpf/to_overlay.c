@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * tc egress of podweir.vxlan. What a pod's hook sent here has its tunnel key
+ * and the mark. The rest is the host's own: its routes lead the pods of other
+ * nodes, and the service range, to this device.
+ */
+#include "follow.h"
+
+SEC("tc")
+int to_overlay(struct __sk_buff *skb)
+{
+	struct pw_pkt p = { .hook = PW_TO_OVERLAY };
+	int err;
+
+	if (skb->mark & cfg_mark) {
+		skb->mark &= ~cfg_mark;
+		return PW_NEXT;
+	}
+	err = pw_parse(skb, &p);
+	p.from.kind = skb->ingress_ifindex ? PW_PLACE_WIRE : PW_PLACE_HOST;
+	p.from.id = skb->ingress_ifindex;
+	if (err)
+		return pw_drop(skb, &p, err);
+	/* The device has no neighbours to ask for. */
+	if (p.kind == PW_KIND_LINK)
+		return pw_drop(skb, &p, PW_DROP_MULTICAST);
+	return pw_follow(skb, &p);
+}

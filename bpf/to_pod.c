@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * tc egress of the host-side veth: what the host's stack delivers to a pod.
+ * Packets that another hook has decided carry the mark, and those handed
+ * over with redirect_peer do not come by here.
+ */
+#include "follow.h"
+
+SEC("tc")
+int to_pod(struct __sk_buff *skb)
+{
+	struct pw_pkt p = { .hook = PW_TO_POD };
+	int err;
+
+	if (skb->mark & cfg_mark) {
+		skb->mark &= ~cfg_mark;
+		return PW_NEXT;
+	}
+	err = pw_parse(skb, &p);
+	/* "From the host" means no ingress device, never an address. */
+	p.from.kind = skb->ingress_ifindex ? PW_PLACE_WIRE : PW_PLACE_HOST;
+	p.from.id = skb->ingress_ifindex;
+	if (err)
+		return pw_drop(skb, &p, err);
+	if (p.kind == PW_KIND_LINK)
+		return pw_pass(skb, &p);
+	return pw_follow(skb, &p);
+}

@@ -1,0 +1,99 @@
+package maps
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"path/filepath"
+
+	"github.com/cilium/ebpf"
+
+	"github.com/podweir/podweir/internal/bpf"
+)
+
+// Set is all maps of the datapath.
+type Set struct {
+	Flows     Map[FlowKey, Flow]
+	FlowsNew  Map[FlowKey, Flow]
+	Gens      Map[uint32, uint32]
+	Services  Map[ServiceKey, Service]
+	Backends  Map[BackendKey, Backend]
+	Endpoints Map[Addr, Endpoint]
+	Addrs     Map[Addr, Peer]
+	Prefixes  Map[PrefixKey, Peer]
+	Nodes     Map[uint32, Node]
+	NodeIDs   Map[Addr, uint32]
+	Policy    Map[PolicyKey, PolicyEntry]
+	PortClass Map[uint32, uint16]
+	Metrics   *Metrics
+}
+
+// NewSet wraps the maps of a loaded collection, which keeps owning them.
+func NewSet(o *bpf.DpMaps) Set {
+	return Set{
+		Flows:     Wrap[FlowKey, Flow](o.PwFlows, bpf.DpMapPwFlows),
+		FlowsNew:  Wrap[FlowKey, Flow](o.PwFlowsNew, bpf.DpMapPwFlowsNew),
+		Gens:      Wrap[uint32, uint32](o.PwGens, bpf.DpMapPwGens),
+		Services:  Wrap[ServiceKey, Service](o.PwServices, bpf.DpMapPwServices),
+		Backends:  Wrap[BackendKey, Backend](o.PwBackends, bpf.DpMapPwBackends),
+		Endpoints: Wrap[Addr, Endpoint](o.PwEndpoints, bpf.DpMapPwEndpoints),
+		Addrs:     Wrap[Addr, Peer](o.PwAddrs, bpf.DpMapPwAddrs),
+		Prefixes:  Wrap[PrefixKey, Peer](o.PwPrefixes, bpf.DpMapPwPrefixes),
+		Nodes:     Wrap[uint32, Node](o.PwNodes, bpf.DpMapPwNodes),
+		NodeIDs:   Wrap[Addr, uint32](o.PwNodeIds, bpf.DpMapPwNodeIds),
+		Policy:    Wrap[PolicyKey, PolicyEntry](o.PwPolicy, bpf.DpMapPwPolicy),
+		PortClass: Wrap[uint32, uint16](o.PwPortClass, bpf.DpMapPwPortClass),
+		Metrics:   NewMetrics(o.PwMetrics),
+	}
+}
+
+// OpenPinned opens the maps that an agent pinned in dir (<bpffs>/maps). The
+// caller closes the set. An error that wraps [fs.ErrNotExist] means that no
+// agent has run over this folder.
+func OpenPinned(dir string, readOnly bool) (Set, error) {
+	var (
+		o      bpf.DpMaps
+		opened []io.Closer
+	)
+	for _, p := range []struct {
+		name string
+		dst  **ebpf.Map
+	}{
+		{bpf.DpMapPwFlows, &o.PwFlows},
+		{bpf.DpMapPwFlowsNew, &o.PwFlowsNew},
+		{bpf.DpMapPwGens, &o.PwGens},
+		{bpf.DpMapPwServices, &o.PwServices},
+		{bpf.DpMapPwBackends, &o.PwBackends},
+		{bpf.DpMapPwEndpoints, &o.PwEndpoints},
+		{bpf.DpMapPwAddrs, &o.PwAddrs},
+		{bpf.DpMapPwPrefixes, &o.PwPrefixes},
+		{bpf.DpMapPwNodes, &o.PwNodes},
+		{bpf.DpMapPwNodeIds, &o.PwNodeIds},
+		{bpf.DpMapPwPolicy, &o.PwPolicy},
+		{bpf.DpMapPwPortClass, &o.PwPortClass},
+		{bpf.DpMapPwMetrics, &o.PwMetrics},
+	} {
+		path := filepath.Join(dir, p.name)
+		m, err := ebpf.LoadPinnedMap(path, &ebpf.LoadPinOptions{ReadOnly: readOnly})
+		if err != nil {
+			for _, c := range opened {
+				err = errors.Join(err, c.Close())
+			}
+			if errors.Is(err, fs.ErrNotExist) {
+				return Set{}, fmt.Errorf("map %s is not there; has podweir-agent run with this bpffs folder? %w", path, err)
+			}
+			return Set{}, fmt.Errorf("open pinned map %s: %w", path, err)
+		}
+		*p.dst = m
+		opened = append(opened, m)
+	}
+	return NewSet(&o), nil
+}
+
+// Close closes the file descriptors of every map.
+func (s Set) Close() error {
+	return errors.Join(s.Flows.Close(), s.FlowsNew.Close(), s.Gens.Close(), s.Services.Close(),
+		s.Backends.Close(), s.Endpoints.Close(), s.Addrs.Close(), s.Prefixes.Close(), s.Nodes.Close(),
+		s.NodeIDs.Close(), s.Policy.Close(), s.PortClass.Close(), s.Metrics.Close())
+}

@@ -1,0 +1,266 @@
+package reconcile
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/podweir/podweir/internal/maps"
+)
+
+const (
+	backoffMin = time.Second
+	backoffMax = time.Minute
+)
+
+// Store is the map behind a table; [maps.Map] is one.
+type Store[K comparable, V any] interface {
+	Name() string
+	Dump() (map[K]V, error)
+	TryPutAll(map[K]V) map[K]error
+	TryDeleteAll([]K) map[K]error
+}
+
+// Table is the desired and the actual state of one map.
+type Table[K comparable, V comparable] struct {
+	store   Store[K, V]
+	desired map[K]V
+	actual  map[K]V
+	dirty   map[K]struct{} // where the two may differ
+	failed  map[K]failure
+	now     func() time.Time
+}
+
+type failure struct {
+	err   error
+	delay time.Duration
+	next  time.Time
+}
+
+// Result says what a phase did.
+type Result[K comparable] struct {
+	Added   []K // were not in the map before
+	Changed []K // were, with another value
+	Removed []K
+	Errs    map[K]error // of the keys tried in this phase
+}
+
+// Err joins the errors of the phase.
+func (r Result[K]) Err() error {
+	list := make([]error, 0, len(r.Errs))
+	for _, err := range r.Errs {
+		list = append(list, err)
+	}
+	return errors.Join(list...)
+}
+
+// Touched are the keys whose entry is now another one than before.
+func (r Result[K]) Touched() []K {
+	out := make([]K, 0, len(r.Added)+len(r.Changed)+len(r.Removed))
+	out = append(out, r.Added...)
+	out = append(out, r.Changed...)
+	return append(out, r.Removed...)
+}
+
+// New makes a table over an empty shadow; call [Table.Load] to read the map.
+func New[K comparable, V comparable](store Store[K, V]) *Table[K, V] {
+	return &Table[K, V]{
+		store:   store,
+		desired: make(map[K]V),
+		actual:  make(map[K]V),
+		dirty:   make(map[K]struct{}),
+		failed:  make(map[K]failure),
+		now:     time.Now,
+	}
+}
+
+// Load reads the map into the shadow. What it finds there and nobody has
+// asked for yet is removed by the next [Table.Prune].
+func (t *Table[K, V]) Load() error {
+	actual, err := t.store.Dump()
+	if err != nil {
+		return fmt.Errorf("adopt what is in the map: %w", err)
+	}
+	t.actual = actual
+	for k := range actual {
+		t.dirty[k] = struct{}{}
+	}
+	for k := range t.desired {
+		t.dirty[k] = struct{}{}
+	}
+	return nil
+}
+
+// Desire replaces the whole desired state. The table keeps the map given.
+func (t *Table[K, V]) Desire(desired map[K]V) {
+	for k, v := range desired {
+		if old, ok := t.actual[k]; !ok || old != v {
+			t.dirty[k] = struct{}{}
+		}
+		if old, ok := t.desired[k]; !ok || old != v {
+			delete(t.failed, k) // another value: worth a try at once
+		}
+	}
+	for k := range t.actual {
+		if _, ok := desired[k]; !ok {
+			t.dirty[k] = struct{}{}
+		}
+	}
+	t.desired = desired
+}
+
+// Set desires one entry, without looking at the others.
+func (t *Table[K, V]) Set(k K, v V) {
+	if old, ok := t.desired[k]; ok && old != v {
+		delete(t.failed, k)
+	}
+	t.desired[k] = v
+	t.dirty[k] = struct{}{}
+}
+
+// Delete desires that an entry is gone.
+func (t *Table[K, V]) Delete(k K) {
+	delete(t.desired, k)
+	t.dirty[k] = struct{}{}
+}
+
+// Desired is what is asked for under a key.
+func (t *Table[K, V]) Desired(k K) (V, bool) {
+	v, ok := t.desired[k]
+	return v, ok
+}
+
+// Actual is what the map holds under a key.
+func (t *Table[K, V]) Actual(k K) (V, bool) {
+	v, ok := t.actual[k]
+	return v, ok
+}
+
+// All is the shadow: read it, never change it.
+func (t *Table[K, V]) All() map[K]V { return t.actual }
+
+// Len is how many entries the map holds.
+func (t *Table[K, V]) Len() int { return len(t.actual) }
+
+// Upsert writes what is missing or differs.
+func (t *Table[K, V]) Upsert() Result[K] {
+	now := t.now()
+	var puts map[K]V
+	for k := range t.dirty {
+		v, ok := t.desired[k]
+		if !ok {
+			continue
+		}
+		if old, ok := t.actual[k]; ok && old == v {
+			delete(t.dirty, k)
+			delete(t.failed, k)
+			continue
+		}
+		if f, ok := t.failed[k]; ok && now.Before(f.next) {
+			continue
+		}
+		if puts == nil {
+			puts = make(map[K]V)
+		}
+		puts[k] = v
+	}
+	var r Result[K]
+	if len(puts) == 0 {
+		return r
+	}
+	r.Errs = t.store.TryPutAll(puts)
+	for k, v := range puts {
+		if err := r.Errs[k]; err != nil {
+			t.fail(k, err, now)
+			continue
+		}
+		if _, ok := t.actual[k]; ok {
+			r.Changed = append(r.Changed, k)
+		} else {
+			r.Added = append(r.Added, k)
+		}
+		t.actual[k] = v
+		delete(t.dirty, k)
+		delete(t.failed, k)
+	}
+	return r
+}
+
+// Prune removes what is there and not desired.
+func (t *Table[K, V]) Prune() Result[K] {
+	now := t.now()
+	var keys []K
+	for k := range t.dirty {
+		if _, ok := t.desired[k]; ok {
+			continue
+		}
+		if _, ok := t.actual[k]; !ok {
+			delete(t.dirty, k)
+			delete(t.failed, k)
+			continue
+		}
+		if f, ok := t.failed[k]; ok && now.Before(f.next) {
+			continue
+		}
+		keys = append(keys, k)
+	}
+	var r Result[K]
+	if len(keys) == 0 {
+		return r
+	}
+	r.Errs = t.store.TryDeleteAll(keys)
+	for _, k := range keys {
+		if err := r.Errs[k]; err != nil {
+			t.fail(k, err, now)
+			continue
+		}
+		r.Removed = append(r.Removed, k)
+		delete(t.actual, k)
+		delete(t.dirty, k)
+		delete(t.failed, k)
+	}
+	if len(r.Removed) > 0 {
+		for k, f := range t.failed { // there is room again
+			if errors.Is(f.err, maps.ErrFull) {
+				f.next = now
+				t.failed[k] = f
+			}
+		}
+	}
+	return r
+}
+
+// Apply is Desire, Upsert and Prune in one.
+func (t *Table[K, V]) Apply(desired map[K]V) (upserted, pruned Result[K]) {
+	t.Desire(desired)
+	return t.Upsert(), t.Prune()
+}
+
+func (t *Table[K, V]) fail(k K, err error, now time.Time) {
+	f := t.failed[k]
+	f.err = err
+	f.delay = min(max(f.delay*2, backoffMin), backoffMax)
+	f.next = now.Add(f.delay)
+	t.failed[k] = f
+}
+
+// Failed are the keys that could not be brought to their desired state, and
+// why. The map is the caller's.
+func (t *Table[K, V]) Failed() map[K]error {
+	out := make(map[K]error, len(t.failed))
+	for k, f := range t.failed {
+		out[k] = f.err
+	}
+	return out
+}
+
+// NextRetry is when a failed key is due again; false if none failed.
+func (t *Table[K, V]) NextRetry() (time.Time, bool) {
+	var next time.Time
+	for _, f := range t.failed {
+		if next.IsZero() || f.next.Before(next) {
+			next = f.next
+		}
+	}
+	return next, !next.IsZero()
+}
