@@ -156,9 +156,9 @@ func (n *Node) waitReady(ctx context.Context, p *Process) error {
 		select {
 		case <-time.After(pause):
 		case <-p.done:
-			return fmt.Errorf("agent of %s ended: %v\n%s", n.NodeName, p.err, n.logTail())
+			return fmt.Errorf("agent of %s ended: %v\n%s", n.NodeName, p.err, n.LogTail())
 		case <-ctx.Done():
-			return fmt.Errorf("agent of %s is not ready: %w (%w)\n%s", n.NodeName, last, ctx.Err(), n.logTail())
+			return fmt.Errorf("agent of %s is not ready: %w (%w)\n%s", n.NodeName, last, ctx.Err(), n.LogTail())
 		}
 	}
 }
@@ -212,7 +212,8 @@ func (n *Node) Podweir(ctx context.Context, args ...string) (string, error) {
 	return n.Exec(ctx, append([]string{"podweir", "--socket", n.Socket(), "--bpffs", n.BPFFS()}, args...)...)
 }
 
-func (n *Node) logTail() string {
+// LogTail is the end of the agent's log.
+func (n *Node) LogTail() string {
 	data, err := os.ReadFile(n.AgentLog())
 	if err != nil {
 		return err.Error()

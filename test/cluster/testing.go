@@ -81,7 +81,7 @@ func ForTest(t testing.TB, cfg Config) *Cluster {
 		if t.Failed() {
 			for _, n := range c.Nodes {
 				if n.Agent() != nil {
-					t.Logf("agent of %s:\n%s", n.NodeName, n.logTail())
+					t.Logf("agent of %s:\n%s", n.NodeName, n.LogTail())
 				}
 			}
 		}
