@@ -114,6 +114,7 @@ Exit status: 0 done, 1 failed, 2 wrong usage, 3 no maps under --bpffs,
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		Args:          cobra.NoArgs,
+		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 		PersistentPreRunE: func(*cobra.Command, []string) error {
 			switch s.output {
 			case "table", "wide", "json":

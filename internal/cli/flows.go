@@ -143,7 +143,7 @@ func readFlows(m Maps, n *names, now uint64) ([]flowView, error) {
 		return nil, err
 	}
 	gens := generations{m: m, seen: map[uint32]uint32{}}
-	var out []flowView
+	out := []flowView{}
 	add := func(k maps.FlowKey, f maps.Flow) error {
 		fresh, err := gens.fresh(f)
 		if err != nil {

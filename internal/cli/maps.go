@@ -44,9 +44,9 @@ func OpenMaps(bpffs string) (Maps, error) {
 	set, err := maps.OpenPinned(filepath.Join(bpffs, "maps"), true)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return nil, &exitError{exitNoMaps, fmt.Errorf("no datapath under %s: %w; start the agent, or pass its folder with --bpffs", bpffs, err)}
+		return nil, &exitError{exitNoMaps, fmt.Errorf("no datapath under %s; start the agent, or pass its folder with --bpffs: %w", bpffs, err)}
 	case errors.Is(err, fs.ErrPermission):
-		return nil, &exitError{exitPermission, fmt.Errorf("reading the maps under %s: %w; run as root or with CAP_BPF and access to the folder", bpffs, err)}
+		return nil, &exitError{exitPermission, fmt.Errorf("no permission to read the maps under %s; run as root: %w", bpffs, err)}
 	case err != nil:
 		return nil, fmt.Errorf("reading the maps under %s: %w", bpffs, err)
 	}

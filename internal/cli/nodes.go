@@ -57,8 +57,8 @@ func nodeTable(nodes []nodeView, wide bool) *table {
 		switch {
 		case v.Self:
 			id, tunnel = "", "this node"
-		case !v.Addr.IsValid():
-			tunnel = "no address: unreachable"
+		case v.ID == 0:
+			id, tunnel = "", "not in the datapath: unreachable"
 		case !v.Accepted:
 			tunnel = "its packets are not accepted"
 		}
@@ -114,7 +114,7 @@ func readNodes(m Maps, n *names) ([]nodeView, error) {
 		case node.Self:
 			out = append(out, nodeView{Name: node.Name, Addr: node.Addr, PodCIDRs: cidrs[0], Pods: pods[0], Self: true, MAC: n.status.Tunnel.MAC})
 		case !listed[node.Name]:
-			out = append(out, nodeView{ID: node.ID, Name: node.Name, PodCIDRs: node.PodCIDRs})
+			out = append(out, nodeView{Name: node.Name, Addr: node.Addr, PodCIDRs: node.PodCIDRs})
 		}
 	}
 	slices.SortFunc(out, func(a, b nodeView) int { return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID)) })

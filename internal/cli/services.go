@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -60,7 +61,7 @@ func serviceTable(v servicesView, wide bool) *table {
 		case svc.Count == 0:
 			backends = "none: refused"
 		case len(svc.Backends) != int(svc.Count):
-			backends += fmt.Sprintf(" (%d of %d in the map)", len(svc.Backends), svc.Count)
+			backends = strings.TrimSpace(fmt.Sprintf("%s (%d of %d in the map)", backends, len(svc.Backends), svc.Count))
 		}
 		t.add(fmt.Sprint(svc.ID), svc.Name, svc.Protocol, list(svc.Frontends, wide), backends,
 			fmt.Sprint(svc.Set), list(svc.Flags, true))

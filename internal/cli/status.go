@@ -139,14 +139,14 @@ func (s *session) printStatus(v *statusView) error {
 		return nil
 	}
 	for _, p := range v.Agent.Problems {
-		where := p.Object
+		var where []string
 		if p.File != "" {
-			where = strings.TrimPrefix(fmt.Sprintf("%s (%s:%d)", where, p.File, p.Line), " ")
+			where = append(where, fmt.Sprintf("%s:%d: ", p.File, p.Line))
 		}
-		if where != "" {
-			where += ": "
+		if p.Object != "" {
+			where = append(where, p.Object+": ")
 		}
-		_, _ = fmt.Fprintf(s.env.Stdout, "! %s%s\n", where, p.Error)
+		_, _ = fmt.Fprintf(s.env.Stdout, "! %s%s\n", strings.Join(where, ""), p.Error)
 	}
 	return nil
 }
