@@ -1,0 +1,306 @@
+package loader
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/link"
+	"github.com/vishvananda/netlink"
+)
+
+// hook is a program and the side of the device it sits on.
+type hook struct {
+	program string
+	egress  bool
+}
+
+var (
+	hookFromPod     = hook{program: "from_pod"}
+	hookToPod       = hook{program: "to_pod", egress: true}
+	hookFromNetdev  = hook{program: "from_netdev"}
+	hookFromOverlay = hook{program: "from_overlay"}
+	hookToOverlay   = hook{program: "to_overlay", egress: true}
+)
+
+func hookByName(program string) (hook, bool) {
+	for _, h := range []hook{hookFromPod, hookToPod, hookFromNetdev, hookFromOverlay, hookToOverlay} {
+		if h.program == program {
+			return h, true
+		}
+	}
+	return hook{}, false
+}
+
+type hookKey struct {
+	ifindex int
+	hook    hook
+}
+
+func (k hookKey) pin(bpffs string) string {
+	return filepath.Join(linksDir(bpffs), fmt.Sprintf("%d-%s", k.ifindex, k.hook.program))
+}
+
+// attachment is one program on one hook. link is nil when it is a filter.
+type attachment struct {
+	key    hookKey
+	device string
+	link   link.Link
+}
+
+func (a *attachment) String() string {
+	return fmt.Sprintf("program %s on device %s (index %d)", a.key.hook.program, a.device, a.key.ifindex)
+}
+
+func (a *attachment) replace(p *ebpf.Program) error {
+	if a.link == nil {
+		return replaceFilter(a.key, p)
+	}
+	if err := a.link.Update(p); err != nil {
+		return fmt.Errorf("replace %v: %w", a, err)
+	}
+	return nil
+}
+
+func (a *attachment) close() error {
+	if a.link == nil {
+		return nil
+	}
+	return a.link.Close()
+}
+
+// AttachPod attaches from_pod and to_pod to a pod's host-side veth.
+func (d *Datapath) AttachPod(ctx context.Context, ifindex int, name string) error {
+	return d.attach(ctx, ifindex, name, hookFromPod, hookToPod)
+}
+
+// AttachNetdev attaches from_netdev to a device of the node.
+func (d *Datapath) AttachNetdev(ctx context.Context, ifindex int, name string) error {
+	return d.attach(ctx, ifindex, name, hookFromNetdev)
+}
+
+// AttachOverlay attaches from_overlay and to_overlay to podweir.vxlan.
+func (d *Datapath) AttachOverlay(ctx context.Context, ifindex int, name string) error {
+	return d.attach(ctx, ifindex, name, hookFromOverlay, hookToOverlay)
+}
+
+func (d *Datapath) attach(ctx context.Context, ifindex int, name string, hooks ...hook) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, h := range hooks {
+		if err := ctx.Err(); err != nil {
+			return fmt.Errorf("attach to device %s: %w", name, err)
+		}
+		if err := d.attachOne(hookKey{ifindex, h}, name); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (d *Datapath) attachOne(key hookKey, name string) error {
+	if a, ok := d.attached[key]; ok {
+		a.device = name
+		alive, err := d.alive(a)
+		if err != nil || alive {
+			return err
+		}
+		d.forget(a)
+	}
+	a := &attachment{key: key, device: name}
+	if d.clsact {
+		return d.attachFilter(a)
+	}
+	attach := ebpf.AttachTCXIngress
+	if key.hook.egress {
+		attach = ebpf.AttachTCXEgress
+	}
+	l, err := link.AttachTCX(link.TCXOptions{
+		Interface: key.ifindex, Program: d.program(key.hook), Attach: attach, Anchor: link.Head(),
+	})
+	if errors.Is(err, ebpf.ErrNotSupported) {
+		d.log.Info("no tcx in this kernel, using clsact")
+		d.clsact = true
+		return d.attachFilter(a)
+	}
+	if err != nil {
+		return fmt.Errorf("attach %v: %w", a, err)
+	}
+	pin := key.pin(d.cfg.BPFFS)
+	if err := os.Remove(pin); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return errors.Join(fmt.Errorf("remove stale pin %s: %w", pin, err), l.Close())
+	}
+	if err := l.Pin(pin); err != nil {
+		return errors.Join(fmt.Errorf("pin %v at %s: %w", a, pin, err), l.Close())
+	}
+	a.link = l
+	d.attached[key] = a
+	return nil
+}
+
+func (d *Datapath) attachFilter(a *attachment) error {
+	if err := replaceFilter(a.key, d.program(a.key.hook)); err != nil {
+		return fmt.Errorf("attach %v: %w", a, err)
+	}
+	d.attached[a.key] = a
+	return nil
+}
+
+// Detach removes our programs from a device, which may be gone already.
+func (d *Datapath) Detach(ctx context.Context, ifindex int) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var errs []error
+	for key, a := range d.attached {
+		if key.ifindex == ifindex {
+			errs = append(errs, d.detach(a))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (d *Datapath) detach(a *attachment) error {
+	var errs []error
+	if a.link == nil {
+		errs = append(errs, deleteFilter(a.key))
+	} else if err := os.Remove(a.key.pin(d.cfg.BPFFS)); err != nil && !errors.Is(err, os.ErrNotExist) {
+		errs = append(errs, fmt.Errorf("unpin %v: %w", a, err))
+	}
+	delete(d.attached, a.key)
+	return errors.Join(append(errs, a.close())...)
+}
+
+// forget drops a dead attachment without touching the device.
+func (d *Datapath) forget(a *attachment) {
+	if a.link != nil {
+		os.Remove(a.key.pin(d.cfg.BPFFS)) // absent is fine, and a new pin replaces it
+		a.link.Close()
+	}
+	delete(d.attached, a.key)
+}
+
+// alive reports whether an attachment is still in force on its device. A
+// link that lost its pin is pinned again: without it a restart would detach.
+func (d *Datapath) alive(a *attachment) (bool, error) {
+	if a.link == nil {
+		return hasFilter(a.key)
+	}
+	info, err := a.link.Info()
+	if err != nil {
+		return false, fmt.Errorf("inspect %v: %w", a, err)
+	}
+	tcx := info.TCX()
+	if tcx == nil || int(tcx.Ifindex) != a.key.ifindex {
+		return false, nil
+	}
+	pin := a.key.pin(d.cfg.BPFFS)
+	if _, err := os.Stat(pin); errors.Is(err, os.ErrNotExist) {
+		if err := a.link.Pin(pin); err != nil {
+			return true, fmt.Errorf("pin %v again at %s: %w", a, pin, err)
+		}
+	}
+	return true, nil
+}
+
+// Verify looks at every attachment: what was detached is attached again, what
+// belonged to a vanished device is forgotten. It returns what it repaired.
+func (d *Datapath) Verify(ctx context.Context) ([]string, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var repaired []string
+	var errs []error
+	for _, a := range d.attached {
+		if ctx.Err() != nil {
+			break
+		}
+		alive, err := d.alive(a)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		if alive {
+			continue
+		}
+		var gone netlink.LinkNotFoundError
+		if _, err := netlink.LinkByIndex(a.key.ifindex); errors.As(err, &gone) {
+			d.forget(a)
+			continue
+		}
+		d.forget(a)
+		if err := d.attachOne(a.key, a.device); err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		repaired = append(repaired, fmt.Sprintf("%v was detached, attached again", a))
+	}
+	return repaired, errors.Join(errs...)
+}
+
+// adoptLinks takes over the links of an earlier process: those of vanished
+// devices are unpinned, the others get the new programs in place.
+func (d *Datapath) adoptLinks(ctx context.Context) error {
+	dir := linksDir(d.cfg.BPFFS)
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return fmt.Errorf("list pinned links: %w", err)
+	}
+	for _, e := range entries {
+		path := filepath.Join(dir, e.Name())
+		key, ok := parsePin(e.Name())
+		if !ok {
+			d.log.Warn("unknown file among the pinned links; left alone", "path", path)
+			continue
+		}
+		l, err := link.LoadPinnedLink(path, nil)
+		if err != nil {
+			return fmt.Errorf("open pinned link %s: %w", path, err)
+		}
+		a := &attachment{key: key, device: strconv.Itoa(key.ifindex), link: l}
+		if dev, err := netlink.LinkByIndex(key.ifindex); err == nil {
+			a.device = dev.Attrs().Name
+		}
+		alive, err := d.alive(a)
+		if err == nil && alive {
+			err = l.Update(d.program(key.hook))
+		}
+		if err != nil {
+			return errors.Join(fmt.Errorf("take over %v: %w", a, err), l.Close())
+		}
+		d.attached[key] = a
+		if !alive {
+			d.forget(a)
+		}
+	}
+	return nil
+}
+
+func parsePin(name string) (hookKey, bool) {
+	index, program, ok := strings.Cut(name, "-")
+	if !ok {
+		return hookKey{}, false
+	}
+	ifindex, err := strconv.Atoi(index)
+	h, known := hookByName(program)
+	return hookKey{ifindex, h}, err == nil && known
+}
+
+func (d *Datapath) program(h hook) *ebpf.Program {
+	switch h {
+	case hookFromPod:
+		return d.objs.FromPod
+	case hookToPod:
+		return d.objs.ToPod
+	case hookFromNetdev:
+		return d.objs.FromNetdev
+	case hookFromOverlay:
+		return d.objs.FromOverlay
+	case hookToOverlay:
+		return d.objs.ToOverlay
+	}
+	return nil
+}

@@ -1,0 +1,13 @@
+// Package loader puts the datapath into the kernel: it loads the programs
+// with their settings, pins maps and links under a folder on a bpffs, and
+// attaches the programs to devices.
+//
+// Everything survives the process: maps are pinned under <folder>/maps and
+// reused by the next load, links under <folder>/links/<ifindex>-<program>.
+// A load replaces the programs of all links that exist in place, without a
+// moment in which a hook is empty. tcx links are used where the kernel has
+// them (6.6), a clsact qdisc with a direct-action filter elsewhere.
+//
+// Attaching is idempotent, and programs and filters of others on the same
+// hook are never touched.
+package loader

@@ -1,0 +1,244 @@
+package loader
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"sync"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"github.com/podweir/podweir/internal/bpf"
+	"github.com/podweir/podweir/internal/maps"
+)
+
+// DefaultBPFFS is where maps and links are pinned unless told otherwise.
+const DefaultBPFFS = "/sys/fs/bpf/podweir"
+
+// Config says where the datapath is pinned and how its programs are set up.
+// The zero value of a field means its default.
+type Config struct {
+	BPFFS          string // folder on a bpffs; created
+	OverlayIfindex int    // of podweir.vxlan; 0 = nothing can be tunnelled yet
+	VNI            uint32 // default 4096
+	Mark           uint32 // skb mark bit of decided packets, default 0x1000
+	FlowsMax       uint32 // entries of pw_flows, two a flow
+	FlowsNewMax    uint32 // entries of pw_flows_new
+	ForceClsact    bool   // do not use tcx even where the kernel has it
+	Log            *slog.Logger
+}
+
+// Datapath is the loaded datapath. Its methods may be called concurrently.
+type Datapath struct {
+	cfg  Config
+	log  *slog.Logger
+	spec *ebpf.CollectionSpec
+
+	mu       sync.Mutex
+	objs     bpf.DpObjects
+	set      maps.Set
+	attached map[hookKey]*attachment
+	clsact   bool
+}
+
+// Load loads the programs, reusing the pinned maps, and replaces the
+// programs of the links it finds pinned. A pinned map whose layout differs
+// from the programs' is put aside: its entries are lost, which is logged.
+func Load(ctx context.Context, cfg Config) (*Datapath, error) {
+	if cfg.BPFFS == "" {
+		cfg.BPFFS = DefaultBPFFS
+	}
+	if cfg.Log == nil {
+		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	for _, dir := range []string{mapsDir(cfg.BPFFS), linksDir(cfg.BPFFS)} {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return nil, fmt.Errorf("create pin folder %s: %w", dir, err)
+		}
+	}
+	if err := checkBPFFS(cfg.BPFFS); err != nil {
+		return nil, err
+	}
+	spec, err := Spec(cfg)
+	if err != nil {
+		return nil, err
+	}
+	d := &Datapath{
+		cfg: cfg, log: cfg.Log, spec: spec,
+		attached: make(map[hookKey]*attachment), clsact: cfg.ForceClsact,
+	}
+	if err := d.dropIncompatible(); err != nil {
+		return nil, err
+	}
+	opts := &ebpf.CollectionOptions{Maps: ebpf.MapOptions{PinPath: mapsDir(cfg.BPFFS)}}
+	if err := spec.LoadAndAssign(&d.objs, opts); err != nil {
+		return nil, fmt.Errorf("load datapath into the kernel: %w", verifierDetail(err))
+	}
+	d.set = maps.NewSet(&d.objs.DpMaps)
+	if err := d.adoptLinks(ctx); err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
+	return d, nil
+}
+
+// Spec returns the embedded datapath with cfg's settings written into it.
+func Spec(cfg Config) (*ebpf.CollectionSpec, error) {
+	spec, err := bpf.LoadDp()
+	if err != nil {
+		return nil, fmt.Errorf("read embedded datapath: %w", err)
+	}
+	set := func(name string, v uint32) {
+		if v == 0 || err != nil {
+			return
+		}
+		if e := spec.Variables[name].Set(v); e != nil {
+			err = fmt.Errorf("set constant %s to %d: %w", name, v, e)
+		}
+	}
+	set("cfg_overlay_ifindex", uint32(cfg.OverlayIfindex))
+	set("cfg_vni", cfg.VNI)
+	set("cfg_mark", cfg.Mark)
+	if err != nil {
+		return nil, err
+	}
+	if cfg.FlowsMax != 0 {
+		spec.Maps[bpf.DpMapPwFlows].MaxEntries = cfg.FlowsMax
+	}
+	if cfg.FlowsNewMax != 0 {
+		spec.Maps[bpf.DpMapPwFlowsNew].MaxEntries = cfg.FlowsNewMax
+	}
+	return spec, nil
+}
+
+// Maps returns the datapath's maps.
+func (d *Datapath) Maps() maps.Set { return d.set }
+
+// SetOverlay makes the programs send through another tunnel device: they are
+// loaded anew with its index and replace the attached ones in place.
+func (d *Datapath) SetOverlay(ctx context.Context, ifindex int) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if ifindex == d.cfg.OverlayIfindex {
+		return nil
+	}
+	cfg := d.cfg
+	cfg.OverlayIfindex = ifindex
+	spec, err := Spec(cfg)
+	if err != nil {
+		return err
+	}
+	var objs bpf.DpObjects
+	opts := &ebpf.CollectionOptions{Maps: ebpf.MapOptions{PinPath: mapsDir(cfg.BPFFS)}}
+	if err := spec.LoadAndAssign(&objs, opts); err != nil {
+		return fmt.Errorf("load datapath for tunnel device %d: %w", ifindex, verifierDetail(err))
+	}
+	old := d.objs.DpPrograms
+	// The maps stay those already handed out: same pins, same kernel maps.
+	if err := objs.DpMaps.Close(); err != nil {
+		return fmt.Errorf("close duplicate map handles: %w", err)
+	}
+	d.objs.DpPrograms = objs.DpPrograms
+	d.cfg, d.spec = cfg, spec
+	var errs []error
+	for _, a := range d.attached {
+		if err := a.replace(d.program(a.key.hook)); err != nil {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(append(errs, old.Close())...)
+}
+
+// Close closes the handles. Pinned programs and maps stay: traffic goes on.
+func (d *Datapath) Close() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var errs []error
+	for _, a := range d.attached {
+		errs = append(errs, a.close())
+	}
+	d.attached = make(map[hookKey]*attachment)
+	return errors.Join(append(errs, d.objs.Close())...)
+}
+
+// dropIncompatible unpins maps of another layout, so that the load makes new
+// ones. Programs still attached go on with the old ones until replaced.
+func (d *Datapath) dropIncompatible() error {
+	for name, ms := range d.spec.Maps {
+		if ms.Pinning != ebpf.PinByName {
+			continue
+		}
+		path := filepath.Join(mapsDir(d.cfg.BPFFS), name)
+		m, err := ebpf.LoadPinnedMap(path, nil)
+		if errors.Is(err, os.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return fmt.Errorf("open pinned map %s: %w", path, err)
+		}
+		err = ms.Compatible(m)
+		m.Close()
+		if err == nil {
+			continue
+		}
+		d.log.Warn("pinned map has another layout; starting with an empty one",
+			"map", name, "path", path, "difference", err)
+		if err := os.Remove(path); err != nil {
+			return fmt.Errorf("remove pinned map %s of another layout: %w", path, err)
+		}
+	}
+	return nil
+}
+
+// Cleanup removes everything that Load and the Attach methods left under a
+// bpffs folder: links (which detaches), filters, maps, the folder itself. A
+// folder that is not there is no error.
+func Cleanup(bpffs string) error {
+	var errs []error
+	if _, err := os.Stat(bpffs); errors.Is(err, os.ErrNotExist) {
+		return removeFilters()
+	}
+	for _, dir := range []string{linksDir(bpffs), mapsDir(bpffs)} {
+		entries, err := os.ReadDir(dir)
+		if err != nil && !errors.Is(err, os.ErrNotExist) {
+			errs = append(errs, fmt.Errorf("list %s: %w", dir, err))
+		}
+		for _, e := range entries {
+			errs = append(errs, os.Remove(filepath.Join(dir, e.Name())))
+		}
+		if err := os.Remove(dir); err != nil && !errors.Is(err, os.ErrNotExist) {
+			errs = append(errs, err)
+		}
+	}
+	// The folder may be the mount point of a bpffs of its own.
+	if err := os.Remove(bpffs); err != nil && !errors.Is(err, unix.EBUSY) && !errors.Is(err, os.ErrNotExist) {
+		errs = append(errs, err)
+	}
+	return errors.Join(append(errs, removeFilters())...)
+}
+
+func mapsDir(bpffs string) string  { return filepath.Join(bpffs, "maps") }
+func linksDir(bpffs string) string { return filepath.Join(bpffs, "links") }
+
+func checkBPFFS(dir string) error {
+	var st unix.Statfs_t
+	if err := unix.Statfs(dir, &st); err != nil {
+		return fmt.Errorf("inspect pin folder %s: %w", dir, err)
+	}
+	if st.Type != unix.BPF_FS_MAGIC {
+		return fmt.Errorf("pin folder %s is not on a bpffs: mount one there first (mount -t bpf bpf %s)", dir, filepath.Dir(dir))
+	}
+	return nil
+}
+
+// verifierDetail keeps the verifier's last lines, which name the cause.
+func verifierDetail(err error) error {
+	var ve *ebpf.VerifierError
+	if errors.As(err, &ve) {
+		return fmt.Errorf("%w\n%-20v", err, ve)
+	}
+	return err
+}
