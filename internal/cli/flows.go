@@ -20,9 +20,9 @@ type flowView struct {
 	// Source and Destination as the packets arrive.
 	Source      string `json:"source"`
 	Destination string `json:"destination"`
-	// What they become, where that differs.
-	NewSource      string    `json:"newSource,omitempty"`
-	NewDestination string    `json:"newDestination,omitempty"`
+	// What they become; the same where nothing is translated.
+	NewSource      string    `json:"newSource"`
+	NewDestination string    `json:"newDestination"`
 	From           placeView `json:"from"`
 	To             placeView `json:"to"`
 	// NextHop of what leaves by the wire.
@@ -103,10 +103,10 @@ func flowTable(flows []flowView) *table {
 		"VERDICT", "RULE", "+SERVICE", "+AGE", "IDLE", "+GENERATIONS", "+TWIN", "+VIA")
 	for _, f := range flows {
 		var translation []string
-		if f.NewSource != "" {
+		if f.NewSource != f.Source {
 			translation = append(translation, "src="+f.NewSource)
 		}
-		if f.NewDestination != "" {
+		if f.NewDestination != f.Destination {
 			translation = append(translation, "dst="+f.NewDestination)
 		}
 		state := append([]string{f.State}, f.TCP...)
@@ -185,28 +185,24 @@ func describeFlow(k maps.FlowKey, f maps.Flow, n *names, now uint64) flowView {
 	flags := maps.FlowFlagNames(f.Flags)
 	has := func(name string) bool { return slices.Contains(flags, name) }
 	v := flowView{
-		Protocol:    maps.ProtoName(k.Proto),
-		Source:      tupleEnd(k.Proto, k.Src, k.Sport),
-		Destination: tupleEnd(k.Proto, k.Dst, k.Dport),
-		From:        n.place(f.From),
-		To:          n.place(f.To),
-		Direction:   "original",
-		State:       "new",
-		TCP:         maps.TCPStateNames(f.Tcp),
-		Verdict:     maps.VerdictName(f.Verdict),
-		RuleID:      f.Rule,
-		Rule:        n.rule(f.Rule),
-		ServiceID:   f.Service,
-		Service:     n.serviceName(f.Service),
-		AgeSeconds:  since(f.Created, now),
-		IdleSeconds: since(f.LastSeen, now),
-		original:    k,
-	}
-	if f.Src != k.Src || f.Sport != k.Sport {
-		v.NewSource = tupleEnd(k.Proto, f.Src, f.Sport)
-	}
-	if f.Dst != k.Dst || f.Dport != k.Dport {
-		v.NewDestination = tupleEnd(k.Proto, f.Dst, f.Dport)
+		Protocol:       maps.ProtoName(k.Proto),
+		Source:         tupleEnd(k.Proto, k.Src, k.Sport),
+		Destination:    tupleEnd(k.Proto, k.Dst, k.Dport),
+		NewSource:      tupleEnd(k.Proto, f.Src, f.Sport),
+		NewDestination: tupleEnd(k.Proto, f.Dst, f.Dport),
+		From:           n.place(f.From),
+		To:             n.place(f.To),
+		Direction:      "original",
+		State:          "new",
+		TCP:            maps.TCPStateNames(f.Tcp),
+		Verdict:        maps.VerdictName(f.Verdict),
+		RuleID:         f.Rule,
+		Rule:           n.rule(f.Rule),
+		ServiceID:      f.Service,
+		Service:        n.serviceName(f.Service),
+		AgeSeconds:     since(f.Created, now),
+		IdleSeconds:    since(f.LastSeen, now),
+		original:       k,
 	}
 	if f.Nexthop != (maps.Addr{}) {
 		v.NextHop = maps.FromAddr(f.Nexthop).String()
