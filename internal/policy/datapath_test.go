@@ -12,6 +12,7 @@ import (
 type datapath struct {
 	addrs    map[netip.Addr]uint32
 	prefixes map[maps.PrefixKey]uint32
+	lengths  [129]bool // that prefixes ever had
 	policy   policy.Table
 	class    [65536]uint16
 	tables   map[netip.Addr][2]uint32 // pw_endpoints, by address
@@ -22,12 +23,14 @@ func newDatapath() *datapath {
 	if err != nil {
 		panic(err)
 	}
-	return &datapath{
+	d := &datapath{
 		addrs:    map[netip.Addr]uint32{},
 		prefixes: map[maps.PrefixKey]uint32{world: maps.IdentityWorld},
 		policy:   policy.Table{},
 		tables:   map[netip.Addr][2]uint32{},
 	}
+	d.lengths[0] = true
+	return d
 }
 
 // load puts a whole output in, without any of the care of a change.
@@ -67,6 +70,7 @@ func (d *datapath) setPrefix(p netip.Prefix, id uint32) {
 		panic(err)
 	}
 	d.prefixes[k] = id
+	d.lengths[k.Len] = true
 }
 
 func (d *datapath) delPrefix(p netip.Prefix) {
@@ -90,6 +94,9 @@ func (d *datapath) identity(a netip.Addr) uint32 {
 	for bits := 128; bits >= 0; bits-- {
 		if bits < 128 {
 			b[bits/8] &^= 1 << (7 - bits%8)
+		}
+		if !d.lengths[bits] {
+			continue
 		}
 		if id, ok := d.prefixes[maps.PrefixKey{Len: uint32(bits), Addr: b}]; ok {
 			return id

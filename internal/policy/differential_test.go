@@ -22,8 +22,8 @@ func selfAddr(in *policy.Input, self string) netip.Addr {
 func checkAgainstOracle(t *testing.T, g generator, in *policy.Input, out *policy.Output, n int) {
 	t.Helper()
 	d := load(out, in)
-	all := questions(in)
-	if len(all) == 0 {
+	all := newSpace(in)
+	if all.size() == 0 {
 		return
 	}
 	ask := func(q question) {
@@ -34,13 +34,13 @@ func checkAgainstOracle(t *testing.T, g generator, in *policy.Input, out *policy
 		}
 	}
 	if n == 0 {
-		for _, q := range all {
-			ask(q)
+		for i := range all.size() {
+			ask(all.at(i))
 		}
 		return
 	}
 	for range n {
-		ask(all[g.r.IntN(len(all))])
+		ask(all.at(g.r.IntN(all.size())))
 	}
 }
 

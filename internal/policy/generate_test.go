@@ -2,6 +2,7 @@ package policy_test
 
 import (
 	"fmt"
+	gomaps "maps"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
@@ -285,57 +286,67 @@ func (g generator) mutate(in *policy.Input) *policy.Input {
 	return n
 }
 
-// questions lists what tells states apart: all endpoints and addresses, the
-// edges of all blocks, the edges of all ports.
-func questions(ins ...*policy.Input) []question {
-	addrs := map[netip.Addr]bool{}
-	for _, s := range cidrs {
-		p := netip.MustParsePrefix(s).Masked()
+// space is what tells states apart: all endpoints and addresses, the edges of
+// all blocks, the edges of all ports.
+type space struct {
+	selves []string
+	addrs  []netip.Addr
+	ports  []port
+}
+
+type port struct {
+	proto uint8
+	port  uint16
+}
+
+func (s *space) size() int { return len(s.selves) * 2 * len(s.addrs) * len(s.ports) }
+
+// at returns question i.
+func (s *space) at(i int) question {
+	p := s.ports[i%len(s.ports)]
+	i /= len(s.ports)
+	a := s.addrs[i%len(s.addrs)]
+	i /= len(s.addrs)
+	return question{self: s.selves[i/2], dir: policy.Direction(i % 2), peer: a, proto: p.proto, port: p.port}
+}
+
+// newSpace has the local pods of the first input and the addresses of all.
+func newSpace(ins ...*policy.Input) *space {
+	s := &space{ports: []port{{1, 0}, {58, 0}}}
+	for _, c := range cidrs {
+		p := netip.MustParsePrefix(c).Masked()
 		last := p.Addr().AsSlice()
 		for i := p.Bits(); i < len(last)*8; i++ {
 			last[i/8] |= 1 << (7 - i%8)
 		}
 		end, _ := netip.AddrFromSlice(last)
-		for _, a := range []netip.Addr{p.Addr(), p.Addr().Prev(), end, end.Next()} {
-			if a.IsValid() && !a.Is4In6() {
-				addrs[a] = true
-			}
-		}
+		s.addrs = append(s.addrs, p.Addr(), p.Addr().Prev(), end, end.Next())
 	}
-	var out []question
 	for _, in := range ins {
 		for _, n := range in.Nodes {
-			for _, a := range n.Addrs {
-				addrs[a] = true
-			}
+			s.addrs = append(s.addrs, n.Addrs...)
 		}
 		for _, p := range in.Pods {
-			for _, a := range p.Addrs {
-				addrs[a] = true
-			}
+			s.addrs = append(s.addrs, p.Addrs...)
 		}
 	}
-	var ports []uint16
+	slices.SortFunc(s.addrs, netip.Addr.Compare)
+	s.addrs = slices.DeleteFunc(slices.Compact(s.addrs), func(a netip.Addr) bool { return !a.IsValid() || a.Is4In6() })
+	edges := map[uint16]bool{}
 	for _, n := range numbers {
-		ports = append(ports, uint16(n-1), uint16(n), uint16(n+1))
+		for _, e := range []uint16{uint16(n - 1), uint16(n), uint16(n + 1)} {
+			edges[e] = true
+		}
 	}
-	slices.Sort(ports)
-	ports = slices.Compact(ports)
+	for _, proto := range []uint8{6, 17, 132} {
+		for _, e := range slices.Sorted(gomaps.Keys(edges)) {
+			s.ports = append(s.ports, port{proto, e})
+		}
+	}
 	for _, p := range ins[0].Pods {
-		if !p.Local || p.HostNetwork {
-			continue
-		}
-		for a := range addrs {
-			for _, d := range []policy.Direction{policy.Ingress, policy.Egress} {
-				q := question{self: p.Namespace + "/" + p.Name, dir: d, peer: a, proto: 1}
-				out = append(out, q)
-				for _, q.proto = range []uint8{6, 17, 132} {
-					for _, q.port = range ports {
-						out = append(out, q)
-					}
-				}
-			}
+		if p.Local && !p.HostNetwork {
+			s.selves = append(s.selves, p.Namespace+"/"+p.Name)
 		}
 	}
-	return out
+	return s
 }

@@ -192,14 +192,14 @@ func checkChange(t *testing.T, g generator, oldIn, newIn *policy.Input, old, out
 // sample picks questions about pods that are there before and after, most of
 // them about addresses that change.
 func sample(g generator, oldIn, newIn *policy.Input, d, final *datapath) []sampled {
-	all := questions(oldIn, newIn)
+	all := newSpace(oldIn, newIn)
 	var out []sampled
 	moving := 0
 	for range 4000 {
-		if len(all) == 0 || len(out) >= 250 {
+		if all.size() == 0 || len(out) >= 250 {
 			break
 		}
-		q := all[g.r.IntN(len(all))]
+		q := all.at(g.r.IntN(all.size()))
 		same := func(p policy.Pod) bool { return p.Namespace+"/"+p.Name == q.self && p.Local && !p.HostNetwork }
 		i, j := slices.IndexFunc(oldIn.Pods, same), slices.IndexFunc(newIn.Pods, same)
 		if i < 0 || j < 0 || !slices.Contains(newIn.Pods[j].Addrs, oldIn.Pods[i].Addrs[0]) {
