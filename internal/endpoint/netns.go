@@ -44,11 +44,17 @@ func openNetns(path string, host netns.NsHandle) (netns.NsHandle, error) {
 }
 
 // inNetns runs f on a thread inside ns. A thread that cannot come back to
-// host is discarded.
+// host is discarded. The process's first thread is spared: /proc/self shows
+// its namespace to everyone, and it cannot be discarded.
 func inNetns(ns, host netns.NsHandle, f func() error) error {
 	done := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread()
+		if unix.Gettid() == unix.Getpid() {
+			defer runtime.UnlockOSThread()
+			done <- inNetns(ns, host, f) // another thread, as this one waits
+			return
+		}
 		if err := netns.Set(ns); err != nil {
 			runtime.UnlockOSThread()
 			done <- fmt.Errorf("enter the network namespace: %w", err)

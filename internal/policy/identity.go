@@ -20,11 +20,11 @@ type identity struct {
 
 // identities numbers the classes and knows who belongs to each peer.
 type identities struct {
-	f         *inForce
-	prev, st  *State
-	bySig     map[string]*identity
-	list      []*identity
-	members   map[uint32][]*identity // by number of the peer
+	f        *inForce
+	prev, st *State
+	bySig    map[string]*identity
+	list     []*identity
+	members  map[uint32][]*identity // by number of the peer
 	blocksAt *lpm[[]uint32]
 
 	nsLabels map[string]labels.Set

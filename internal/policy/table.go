@@ -148,4 +148,3 @@ func equalTables(t, numbered Table, n uint32) bool {
 	}
 	return true
 }
-

@@ -1,7 +1,10 @@
 package policy
 
 import (
+	"cmp"
+	gomaps "maps"
 	"net/netip"
+	"slices"
 
 	"github.com/podweir/podweir/internal/maps"
 )
@@ -27,7 +30,7 @@ func changeOver(prev, st *State) (Early, Table) {
 	if !endpointsChange(prev, st) {
 		return early, extra
 	}
-	c := &change{prev: prev, st: st, extra: extra, views: make(map[uint32]*view)}
+	c := &change{prev: prev, st: st, extra: extra, views: make(map[uint32]view)}
 	c.transitionalClasses()
 	via := c.moves()
 	for a, i := range prev.addrs {
@@ -58,7 +61,7 @@ func endpointsChange(prev, st *State) bool {
 type change struct {
 	prev, st *State
 	extra    Table
-	views    map[uint32]*view
+	views    map[uint32]view
 	lpmNew   *lpm[uint32]
 	regions  map[netip.Prefix]move
 }
@@ -69,6 +72,10 @@ type view map[uint32][]rowEntry
 type rowEntry struct {
 	key   maps.PolicyKey
 	entry maps.PolicyEntry
+}
+
+func (v view) add(k maps.PolicyKey, e maps.PolicyEntry) {
+	v[k.Identity] = append(v[k.Identity], rowEntry{k, e})
 }
 
 // addrAfter returns the identity an address ends up with.
@@ -123,7 +130,10 @@ func (c *change) moves() func(from, to uint32) uint32 {
 		note(m)
 	}
 	known, stays := numbers(c.prev), numbers(c.st)
-	for m := range passing {
+	order := slices.SortedFunc(gomaps.Keys(passing), func(a, b move) int {
+		return cmp.Or(cmp.Compare(a.from, b.from), cmp.Compare(a.to, b.to))
+	})
+	for _, m := range order {
 		switch {
 		case !known[m.to] && len(sources[m.to]) == 1:
 			passing[m] = m.to
@@ -203,94 +213,11 @@ func (c *change) copyRow(t uint32, entries Table, from, n uint32) {
 func (c *change) row(t uint32, entries Table, identity uint32) []rowEntry {
 	v := c.views[t]
 	if v == nil {
-		v = &view{}
+		v = make(view)
 		for k, e := range entries {
-			(*v)[k.Identity] = append((*v)[k.Identity], rowEntry{k, e})
+			v.add(k, e)
 		}
 		c.views[t] = v
 	}
-	return (*v)[identity]
-}
-
-// transitionalClasses lets old tables answer for classes they do not know,
-// and new tables for classes that go.
-//
-// All ports of a new class are alike to an old table (see partition), so it
-// answers as for the old class of any of them. A new table allows a class
-// that goes if it allows all the classes its ports go to: a packet whose class
-// was read before the change may meet it.
-func (c *change) transitionalClasses() {
-	old, now := c.prev.ports, c.st.ports
-	oldClasses, nowClasses := old.all(), now.all()
-	origin := make(map[uint16][]uint16) // old class: new classes it answers for
-	for _, iv := range now.list {
-		if !contains(oldClasses, iv.Class) {
-			from := old.of(iv.Lo)
-			if !contains(origin[from], iv.Class) {
-				origin[from] = append(origin[from], iv.Class)
-			}
-		}
-	}
-	for t, entries := range c.prev.tables {
-		if _, stays := c.st.tables[t]; stays {
-			continue
-		}
-		v := &view{}
-		c.views[t] = v
-		for k, e := range entries {
-			(*v)[k.Identity] = append((*v)[k.Identity], rowEntry{k, e})
-			if k.Kind != maps.PolicyClass {
-				continue
-			}
-			for _, class := range origin[k.Port] {
-				nk := k
-				nk.Port = class
-				c.extra[nk] = e
-				(*v)[k.Identity] = append((*v)[k.Identity], rowEntry{nk, e})
-			}
-		}
-	}
-	goes := make(map[uint16][]uint16) // class that goes: classes of its ports
-	for _, iv := range old.list {
-		if !contains(nowClasses, iv.Class) {
-			for _, class := range now.within(iv.Lo, iv.Hi) {
-				if !contains(goes[iv.Class], class) {
-					goes[iv.Class] = append(goes[iv.Class], class)
-				}
-			}
-		}
-	}
-	for t, entries := range c.st.tables {
-		if _, stays := c.prev.tables[t]; stays {
-			continue
-		}
-		for gone, classes := range goes {
-			for k, e := range entries {
-				if k.Kind == maps.PolicyClass && k.Port == classes[0] && allowsAll(entries, k, classes) {
-					k.Port = gone
-					c.extra[k] = e
-				}
-			}
-		}
-	}
-}
-
-// allowsAll says that the table has all the classes for k.
-func allowsAll(t Table, k maps.PolicyKey, classes []uint16) bool {
-	for _, class := range classes {
-		k.Port = class
-		if _, ok := t[k]; !ok {
-			return false
-		}
-	}
-	return true
-}
-
-func contains(list []uint16, n uint16) bool {
-	for _, m := range list {
-		if m == n {
-			return true
-		}
-	}
-	return false
+	return v[identity]
 }

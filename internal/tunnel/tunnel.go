@@ -150,71 +150,94 @@ func (c *compiler) nodeAddrs() {
 }
 
 func (c *compiler) remotePods() {
-	// Newest first: the first claim of an address is the one used.
-	pods := make([]*corev1.Pod, 0, len(c.in.Pods))
-	for _, p := range c.in.Pods {
-		if p.Spec.NodeName != c.in.Self && ownsAddrs(p) {
-			pods = append(pods, p)
-		}
+	first := len(c.out.Errs)
+	type claim struct {
+		pod  *corev1.Pod
+		addr netip.Addr
 	}
-	slices.SortFunc(pods, func(a, b *corev1.Pod) int {
-		return cmp.Or(
-			b.CreationTimestamp.Compare(a.CreationTimestamp.Time),
-			cmp.Compare(b.UID, a.UID),
-			cmp.Compare(a.Namespace, b.Namespace),
-			cmp.Compare(a.Name, b.Name))
-	})
+	winners := make(map[netip.Addr]*corev1.Pod, len(c.in.Pods))
+	var losers []claim
 	lost := map[string][]*corev1.Pod{}
-	for _, p := range pods {
-		addrs := c.podAddrs(p)
-		if len(addrs) == 0 {
+	for _, p := range c.in.Pods {
+		if p.Spec.NodeName == c.in.Self || !ownsAddrs(p) {
 			continue
 		}
-		peer := Peer{Flags: maps.PeerPod, Pod: name(p), UID: p.UID}
-		switch n := c.nodes[p.Spec.NodeName]; {
-		case n == nil:
+		addrs := c.podAddrs(p)
+		if len(addrs) > 0 && c.nodes[p.Spec.NodeName] == nil {
 			lost[p.Spec.NodeName] = append(lost[p.Spec.NodeName], p)
-		case n.Addr.IsValid(): // without: reported with the node
-			peer.Node = n.Name
 		}
 		for _, a := range addrs {
-			if old, taken := c.out.Addrs[a]; taken {
-				if old.Pod != peer.Pod {
-					c.fail("Pod %s: its address %s is %s, which keeps it; delete the pod that is gone", peer.Pod, a, c.describe(old))
-				}
-				continue
+			old := winners[a]
+			switch {
+			case old == p: // the same address twice in one status
+			case hasAddr(c.out.Addrs, a):
+				losers = append(losers, claim{p, a})
+			case old == nil:
+				winners[a] = p
+			case newer(p, old):
+				winners[a] = p
+				losers = append(losers, claim{old, a})
+			default:
+				losers = append(losers, claim{p, a})
 			}
-			c.out.Addrs[a] = peer
 		}
 	}
-	for _, node := range sortedKeys(lost) {
-		first := slices.MinFunc(lost[node], func(a, b *corev1.Pod) int {
-			return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
-		})
-		what := fmt.Sprintf("Pod %s", name(first))
-		if more := len(lost[node]) - 1; more > 0 {
-			what = fmt.Sprintf("%s and %d more", what, more)
+	for a, p := range winners {
+		peer := Peer{Flags: maps.PeerPod, Pod: name(p), UID: p.UID}
+		// A node without an address is reported with the node.
+		if n := c.nodes[p.Spec.NodeName]; n != nil && n.Addr.IsValid() {
+			peer.Node = n.Name
 		}
-		if node == "" {
-			c.fail("%s: spec.nodeName is empty: cannot be reached until it is set", what)
-			continue
-		}
-		c.fail("%s: on Node %s, which is not among the Node objects: cannot be reached until it is", what, node)
+		c.out.Addrs[a] = peer
 	}
+	for _, l := range losers {
+		c.fail("Pod %s: its address %s is %s, which keeps it; delete the pod that is gone", name(l.pod), l.addr, c.describe(c.out.Addrs[l.addr]))
+	}
+	for node, pods := range lost {
+		c.nodeMissing(node, pods)
+	}
+	slices.SortFunc(c.out.Errs[first:], func(a, b error) int { return cmp.Compare(a.Error(), b.Error()) })
+}
+
+// nodeMissing reports pods on a node that has no object, all in one.
+func (c *compiler) nodeMissing(node string, pods []*corev1.Pod) {
+	first := slices.MinFunc(pods, func(a, b *corev1.Pod) int {
+		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
+	})
+	what := fmt.Sprintf("Pod %s", name(first))
+	if more := len(pods) - 1; more > 0 {
+		what = fmt.Sprintf("%s and %d more", what, more)
+	}
+	if node == "" {
+		c.fail("%s: spec.nodeName is empty: cannot be reached until it is set", what)
+		return
+	}
+	c.fail("%s: on Node %s, which is not among the Node objects: cannot be reached until it is", what, node)
+}
+
+// newer: of two pods that claim an address, a has it.
+func newer(a, b *corev1.Pod) bool {
+	return cmp.Or(
+		a.CreationTimestamp.Compare(b.CreationTimestamp.Time),
+		cmp.Compare(a.UID, b.UID),
+		cmp.Compare(b.Namespace, a.Namespace),
+		cmp.Compare(b.Name, a.Name)) > 0
+}
+
+func hasAddr(m map[netip.Addr]Peer, a netip.Addr) bool {
+	_, ok := m[a]
+	return ok
 }
 
 // podAddrs returns the addresses that the status of p gives it.
 func (c *compiler) podAddrs(p *corev1.Pod) []netip.Addr {
-	ips, field := make([]string, 0, 2), "status.podIPs"
-	for _, ip := range p.Status.PodIPs {
-		ips = append(ips, ip.IP)
-	}
+	ips, field := p.Status.PodIPs, "status.podIPs"
 	if len(ips) == 0 && p.Status.PodIP != "" {
-		ips, field = append(ips, p.Status.PodIP), "status.podIP"
+		ips, field = []corev1.PodIP{{IP: p.Status.PodIP}}, "status.podIP"
 	}
-	var out []netip.Addr
-	for _, s := range ips {
-		a, err := parseAddr(s)
+	out := make([]netip.Addr, 0, len(ips))
+	for _, ip := range ips {
+		a, err := parseAddr(ip.IP)
 		if err != nil {
 			c.fail("Pod %s: %s: %w", name(p), field, err)
 			continue
@@ -291,14 +314,5 @@ func sortedAddrs(m map[netip.Addr]types.NamespacedName) []netip.Addr {
 		out = append(out, a)
 	}
 	slices.SortFunc(out, netip.Addr.Compare)
-	return out
-}
-
-func sortedKeys[V any](m map[string]V) []string {
-	out := make([]string, 0, len(m))
-	for k := range m {
-		out = append(out, k)
-	}
-	slices.Sort(out)
 	return out
 }

@@ -164,6 +164,11 @@ func TestCompileAddrs(t *testing.T) {
 			want: []string{"10.244.158.72 pod ->b default/starting uid-starting", "172.31.0.3 node ->b"},
 		},
 		{
+			name: "an address twice in one status",
+			pods: []*corev1.Pod{pod("p", "b", "10.244.158.70", "10.244.158.70")},
+			want: []string{"10.244.158.70 pod ->b default/p uid-p", "172.31.0.3 node ->b"},
+		},
+		{
 			name: "podIP alone",
 			pods: []*corev1.Pod{pod("p", "b", func(p *corev1.Pod) { p.Status.PodIP = "10.244.158.70" })},
 			want: []string{"10.244.158.70 pod ->b default/p uid-p", "172.31.0.3 node ->b"},
@@ -184,7 +189,7 @@ func TestCompileAddrs(t *testing.T) {
 				"10.244.90.1 pod default/p1 uid-p1", "10.244.90.2 pod default/p2 uid-p2",
 				"10.244.90.3 pod default/p3 uid-p3", "172.31.0.3 node ->b",
 			},
-			errs: []string{"Pod default/p3: spec.nodeName is empty", "Pod default/p1 and 1 more: on Node c, which is not among"},
+			errs: []string{"Pod default/p1 and 1 more: on Node c, which is not among", "Pod default/p3: spec.nodeName is empty"},
 		},
 		{
 			name:  "pods on a node without an address cannot be reached",

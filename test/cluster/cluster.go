@@ -119,7 +119,7 @@ func New(ctx context.Context, cfg Config) (_ *Cluster, err error) {
 	if c.Manifests, err = NewManifests(filepath.Join(c.dir(), "manifests")); err != nil {
 		return nil, err
 	}
-	if err := c.makeSwitch(); err != nil {
+	if err := c.makeSwitch(ctx); err != nil {
 		return nil, err
 	}
 	var gateways []netip.Addr
@@ -129,18 +129,15 @@ func New(ctx context.Context, cfg Config) (_ *Cluster, err error) {
 	if c.Ext, err = c.newNetns("ext"); err != nil {
 		return nil, err
 	}
-	if err := c.attach(c.Ext, "ext", extAddrs(), nil); err != nil {
+	if err := c.attach(ctx, c.Ext, "ext", extAddrs(), nil); err != nil {
 		return nil, err
 	}
 	for _, nc := range cfg.Nodes {
-		n, err := c.newNode(nc, gateways)
+		n, err := c.newNode(ctx, nc, gateways)
 		if err != nil {
 			return nil, fmt.Errorf("node %s: %w", nc.Name, err)
 		}
 		c.Nodes = append(c.Nodes, n)
-		if err := ctx.Err(); err != nil {
-			return nil, err
-		}
 	}
 	return c, nil
 }

@@ -31,7 +31,7 @@ type Node struct {
 	agent *Process
 }
 
-func (c *Cluster) newNode(nc NodeConfig, gateways []netip.Addr) (*Node, error) {
+func (c *Cluster) newNode(ctx context.Context, nc NodeConfig, gateways []netip.Addr) (*Node, error) {
 	ns, err := c.newNetns(nc.Name)
 	if err != nil {
 		return nil, err
@@ -43,7 +43,7 @@ func (c *Cluster) newNode(nc NodeConfig, gateways []netip.Addr) (*Node, error) {
 	if err := mountBPF(n.BPFFS()); err != nil {
 		return nil, err
 	}
-	return n, c.attach(ns, nc.Name, nc.Addrs, gateways)
+	return n, c.attach(ctx, ns, nc.Name, nc.Addrs, gateways)
 }
 
 // BPFFS is the node's bpffs; maps and links are below.

@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -33,7 +34,7 @@ func (n *Netns) netlink() (*netlink.Handle, error) {
 
 // makeSwitch builds the underlay: a bridge that floods. It learns nothing
 // (learning off and ageing 0), so that every node sees the frames for others.
-func (c *Cluster) makeSwitch() (err error) {
+func (c *Cluster) makeSwitch(ctx context.Context) (err error) {
 	if c.Switch, err = c.newNetns("switch"); err != nil {
 		return err
 	}
@@ -68,7 +69,41 @@ func (c *Cluster) makeSwitch() (err error) {
 	if err := h.LinkSetUp(tap); err != nil {
 		return err
 	}
-	return plug(h, tapPort)
+	if err := plug(h, tapPort); err != nil {
+		return err
+	}
+	return errors.Join(c.Switch.awaitUp(ctx, tapName), c.Switch.awaitUp(ctx, tapPort))
+}
+
+// awaitUp waits until a device is operational. Until the kernel has worked
+// off the carrier event, some time after both ends of a veth are up, packets
+// sent are dropped and a bridge port does not forward.
+func (n *Netns) awaitUp(ctx context.Context, device string) error {
+	ns, err := netns.GetFromPath(n.Path())
+	if err != nil {
+		return err
+	}
+	defer ns.Close()
+	updates, done := make(chan netlink.LinkUpdate, 256), make(chan struct{})
+	defer close(done)
+	// The list of what exists comes first, then changes.
+	err = netlink.LinkSubscribeWithOptions(updates, done, netlink.LinkSubscribeOptions{Namespace: &ns, ListExisting: true})
+	if err != nil {
+		return fmt.Errorf("watch devices in %s: %w", n.Name, err)
+	}
+	for {
+		select {
+		case u, ok := <-updates:
+			if !ok {
+				return fmt.Errorf("watching devices in %s ended", n.Name)
+			}
+			if a := u.Attrs(); a.Name == device && a.OperState == netlink.OperUp {
+				return nil
+			}
+		case <-ctx.Done():
+			return fmt.Errorf("%s in %s does not come up: %w", device, n.Name, ctx.Err())
+		}
+	}
 }
 
 // plug makes a device a port of the bridge.
@@ -91,7 +126,7 @@ func plug(h *netlink.Handle, port string) error {
 
 // attach gives a namespace an eth0 on the switch with these addresses and
 // default routes via the gateway of each family it has.
-func (c *Cluster) attach(n *Netns, port string, addrs []netip.Prefix, gateways []netip.Addr) error {
+func (c *Cluster) attach(ctx context.Context, n *Netns, port string, addrs []netip.Prefix, gateways []netip.Addr) error {
 	h, err := n.netlink()
 	if err != nil {
 		return err
@@ -144,7 +179,7 @@ func (c *Cluster) attach(n *Netns, port string, addrs []netip.Prefix, gateways [
 			return fmt.Errorf("default route of %s via %v: %w", n.Name, gw, err)
 		}
 	}
-	return nil
+	return errors.Join(n.awaitUp(ctx, "eth0"), c.Switch.awaitUp(ctx, port))
 }
 
 func contains(prefixes []netip.Prefix, a netip.Addr) bool {
