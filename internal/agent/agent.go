@@ -102,6 +102,7 @@ type dirty struct {
 	stack    bool // devices, addresses, routes, sysctls
 	nodes    bool
 	peers    bool // pods, policies: everything about addresses
+	routes   bool
 	verify   bool // programs
 	services map[types.NamespacedName]struct{}
 }

@@ -37,6 +37,7 @@ func (a *Agent) round(ctx context.Context) time.Time {
 		a.readNodes(txn)
 		a.syncStack(ctx)
 	}
+	a.dirty.routes = a.dirty.routes || a.dirty.peers || a.dirty.stack || a.dirty.nodes
 	if a.dirty.peers {
 		a.syncPeers(txn)
 		a.dirty.peers = false
@@ -306,7 +307,7 @@ func (a *Agent) syncServices(txn statedb.ReadTxn) {
 // syncRoutes sets the host's routes as the last tunnel output says.
 func (a *Agent) syncRoutes() {
 	w := &a.world
-	if w.overlay == 0 {
+	if w.overlay == 0 || !a.dirty.routes {
 		return
 	}
 	want := make([]node.Route, 0, len(w.in.tunnel.Routes))
@@ -324,6 +325,7 @@ func (a *Agent) syncRoutes() {
 	}
 	_, err := a.stack.SyncRoutes(want, w.overlay)
 	a.problem("routes", "", err)
+	a.dirty.routes = false // what failed waits for an event or the next tick
 }
 
 // syncPrograms attaches to the devices that need it and no others.
