@@ -129,11 +129,12 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 	a.world.attached = make(map[int]string)
 	a.dirty.services = make(map[types.NamespacedName]struct{})
 	var err error
-	if a.peers, err = newPeers(dp.Maps(), time.Now); err != nil {
+	st := storesOf(dp.Maps())
+	if a.peers, err = newPeers(st, time.Now); err != nil {
 		return nil, err
 	}
 	a.gens = a.peers.gens
-	if a.services, err = newServices(dp.Maps(), time.Now, a.peers.bumpAddr); err != nil {
+	if a.services, err = newServices(st, time.Now, a.peers.bumpAddr); err != nil {
 		return nil, err
 	}
 	a.notReady("the agent has only started")

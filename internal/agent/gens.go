@@ -20,7 +20,7 @@ const (
 
 // genStore is pw_gens.
 type genStore interface {
-	Dump() (map[uint32]uint32, error)
+	Each(func(slot, gen uint32) error) error
 	TryPutAll(map[uint32]uint32) map[uint32]error
 	MaxEntries() int
 }
@@ -35,6 +35,7 @@ type generations struct {
 	next  uint32 // slots from here on were never used in this run
 	freed []freedSlot
 	moved map[uint32]struct{} // to be incremented by flush
+	total uint64              // increments in all
 }
 
 type freedSlot struct {
@@ -43,20 +44,19 @@ type freedSlot struct {
 }
 
 func newGenerations(store genStore, now func() time.Time) (*generations, error) {
-	all, err := store.Dump()
-	if err != nil {
-		return nil, err
-	}
-	for slot, gen := range all {
-		if gen == 0 {
-			delete(all, slot)
-		}
-	}
-	return &generations{
-		store: store, now: now, gens: all, next: slotFirst,
+	g := &generations{
+		store: store, now: now, next: slotFirst,
+		gens:  make(map[uint32]uint32),
 		used:  make(map[uint32]struct{}),
 		moved: make(map[uint32]struct{}),
-	}, nil
+	}
+	err := store.Each(func(slot, gen uint32) error {
+		if gen != 0 {
+			g.gens[slot] = gen
+		}
+		return nil
+	})
+	return g, err
 }
 
 // adopt takes over a slot that an earlier run gave out. It refuses one that
@@ -120,9 +120,9 @@ func (g *generations) bump(slot uint32) {
 
 // flush writes the generations that moved. Those that cannot be written stay
 // to be written by the next flush.
-func (g *generations) flush() (n int, err error) {
+func (g *generations) flush() error {
 	if len(g.moved) == 0 {
-		return 0, nil
+		return nil
 	}
 	puts := make(map[uint32]uint32, len(g.moved))
 	for slot := range g.moved {
@@ -137,7 +137,7 @@ func (g *generations) flush() (n int, err error) {
 		}
 		g.gens[slot] = gen
 		delete(g.moved, slot)
-		n++
+		g.total++
 	}
-	return n, errors.Join(errs...)
+	return errors.Join(errs...)
 }

@@ -52,20 +52,20 @@ type peerInput struct {
 }
 
 // newPeers adopts what the maps hold.
-func newPeers(set maps.Set, now func() time.Time) (*peers, error) {
-	gens, err := newGenerations(set.Gens, now)
+func newPeers(st stores, now func() time.Time) (*peers, error) {
+	gens, err := newGenerations(st.gens, now)
 	if err != nil {
 		return nil, err
 	}
 	p := &peers{
 		gens:        gens,
-		nodes:       reconcile.New(reconcile.Array(set.Nodes)),
-		nodeIDs:     reconcile.New(set.NodeIDs),
-		addrs:       reconcile.New(set.Addrs),
-		prefixes:    reconcile.New(set.Prefixes),
-		endpoints:   reconcile.New(set.Endpoints),
-		policy:      reconcile.New(set.Policy),
-		classes:     reconcile.New(reconcile.Array(set.PortClass)),
+		nodes:       reconcile.New(st.nodes),
+		nodeIDs:     reconcile.New(st.nodeIDs),
+		addrs:       reconcile.New(st.addrs),
+		prefixes:    reconcile.New(st.prefixes),
+		endpoints:   reconcile.New(st.endpoints),
+		policy:      reconcile.New(st.policy),
+		classes:     reconcile.New(st.classes),
 		slots:       make(map[maps.Addr]uint32),
 		prefixSlots: newLPM[uint32](),
 	}
@@ -74,7 +74,7 @@ func newPeers(set maps.Set, now func() time.Time) (*peers, error) {
 	if err != nil {
 		return nil, err
 	}
-	p.ids = adoptNodeIDs(set.Nodes.MaxEntries(), p.nodes.All(), p.nodeIDs.All())
+	p.ids = adoptNodeIDs(st.nodesMax, p.nodes.All(), p.nodeIDs.All())
 	p.adoptSlots()
 	p.state = policy.Restore(p.snapshot())
 	return p, nil
@@ -194,8 +194,7 @@ func (p *peers) apply(in peerInput) error {
 		p.bumpNode(id)
 	}
 	p.dropUnusedSlots()
-	_, err := p.gens.flush()
-	note(err)
+	note(p.gens.flush())
 
 	// What nothing refers to any more.
 	p.policy.Desire(tables)

@@ -56,13 +56,10 @@ func (a *Agent) round(ctx context.Context) time.Time {
 	}
 	next, err := a.services.sweep()
 	a.problem("backend sets", "", err)
-	if n, err := a.gens.flush(); err != nil {
-		a.problem("generations", "", err)
+	if err = a.gens.flush(); err != nil {
 		next = sooner(next, time.Now().Add(time.Second))
-	} else {
-		a.stats.bumps += uint64(n)
-		a.problem("generations", "", nil)
 	}
+	a.problem("generations", "", err)
 	a.publish()
 	return a.comeBack(next)
 }

@@ -62,11 +62,11 @@ type grave struct {
 	at    time.Time
 }
 
-func newServices(set maps.Set, now func() time.Time, changed func(maps.Addr)) (*services, error) {
+func newServices(st stores, now func() time.Time, changed func(maps.Addr)) (*services, error) {
 	s := &services{
 		now:       now,
-		frontends: reconcile.New(set.Services),
-		backends:  reconcile.New(set.Backends),
+		frontends: reconcile.New(st.services),
+		backends:  reconcile.New(st.backends),
 		changed:   changed,
 		byName:    make(map[types.NamespacedName]service.Compiled),
 		ports:     make(map[service.PortKey]*portState),

@@ -255,6 +255,7 @@ type metricsView struct {
 func (a *Agent) view(ctx context.Context) (v metricsView, err error) {
 	err = a.do(ctx, func() {
 		v.stats = a.stats
+		v.bumps = a.gens.total
 		v.sizes = map[string]int{
 			"pw_services": a.services.frontends.Len(), "pw_backends": a.services.backends.Len(),
 			"pw_endpoints": a.peers.endpoints.Len(), "pw_addrs": a.peers.addrs.Len(),
