@@ -16,7 +16,7 @@ PACKAGES ?= ./...
 
 .PHONY: help
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | column -t -s $$'\t'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: deps
 deps: ## installs what is missing (apt, as root)
