@@ -16,7 +16,7 @@ PACKAGES ?= ./...
 
 .PHONY: help
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | column -t -s $$'\t'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: deps
 deps: ## installs what is missing (apt, as root)
@@ -62,7 +62,7 @@ test: root deps build ## runs every check and test (as root); PACKAGES=./interna
 	@go run ./tools/testsum \
 		-check 'gofmt=$(MAKE) -s lint-gofmt' \
 		-check 'go vet=$(MAKE) -s lint-vet' \
-		-check 'clang-format=$(MAKE) -s lint-clang-format' \
+		-check 'clang-format=$(MAKE) -s lint-clang-format' -- \
 		-count=1 -timeout 10m $(PACKAGES)
 
 .PHONY: demo

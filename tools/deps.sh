@@ -14,7 +14,6 @@ needs=(
 	"ip iproute2"
 	"tcpdump tcpdump"
 	"ethtool ethtool"
-	"iptables iptables"
 )
 
 PATH=$PATH:/usr/sbin:/sbin

@@ -111,7 +111,7 @@ func (m *Manager) makeRoom(ctx context.Context, req Request, hostIf string, pod 
 // register reserves key, id, MACs and addresses in memory.
 func (m *Manager) register(req Request, hostIf string) (*entry, error) {
 	ep := Endpoint{
-		ContainerID: req.ContainerID, IfName: req.IfName, Netns: req.Netns,
+		ContainerID: req.ContainerID, IfName: req.IfName, Netns: req.Netns, Network: req.Network,
 		Namespace: req.Namespace, Pod: req.Pod, UID: req.UID,
 		HostIfName: hostIf, MTU: m.cfg.MTU(),
 	}

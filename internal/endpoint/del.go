@@ -121,9 +121,9 @@ func (m *Manager) removeLink(ctx context.Context, name string, ifindex int) erro
 	return errors.Join(errs...)
 }
 
-// GC removes every endpoint that is not in valid. Additions and deletions
+// GC removes every endpoint of a CNI network that is not in valid. Additions
 // that run are left alone.
-func (m *Manager) GC(ctx context.Context, valid []Key) error {
+func (m *Manager) GC(ctx context.Context, network string, valid []Key) error {
 	keep := map[Key]bool{}
 	for _, k := range valid {
 		keep[k] = true
@@ -131,7 +131,7 @@ func (m *Manager) GC(ctx context.Context, valid []Key) error {
 	m.mu.Lock()
 	var stale []*entry
 	for k, e := range m.eps {
-		if !keep[k] && e.rec.Phase != phaseCreating {
+		if !keep[k] && e.rec.Endpoint.Network == network && e.rec.Phase != phaseCreating {
 			stale = append(stale, e)
 		}
 	}

@@ -43,8 +43,9 @@ type Regenerator interface {
 type Endpoint struct {
 	ID          uint32           `json:"id"` // of this node; never 0
 	ContainerID string           `json:"containerID"`
-	IfName      string           `json:"ifName"` // in the pod
-	Netns       string           `json:"netns"`  // path as the runtime gave it
+	IfName      string           `json:"ifName"`            // in the pod
+	Netns       string           `json:"netns"`             // path as the runtime gave it
+	Network     string           `json:"network,omitempty"` // name of the CNI network
 	Namespace   string           `json:"namespace,omitempty"`
 	Pod         string           `json:"pod,omitempty"`
 	UID         string           `json:"uid,omitempty"`
@@ -143,6 +144,7 @@ type Request struct {
 	ContainerID string       `json:"containerID"`
 	IfName      string       `json:"ifName"`
 	Netns       string       `json:"netns,omitempty"`
+	Network     string       `json:"network,omitempty"`
 	Namespace   string       `json:"namespace,omitempty"`
 	Pod         string       `json:"pod,omitempty"`
 	UID         string       `json:"uid,omitempty"`

@@ -234,7 +234,7 @@ func TestCorruptedFileIsSetAside(t *testing.T) {
 		t.Errorf("Restore reports %v", err)
 	}
 	b.expectTraffic(ns, goodEp)
-	if err := b.GC(t.Context(), nil); err != nil {
+	if err := b.GC(t.Context(), "", nil); err != nil {
 		t.Fatal(err)
 	}
 	for _, l := range hostLinks(t) {
@@ -278,14 +278,19 @@ func TestGC(t *testing.T) {
 	b.add(req)
 	kept, _ := b.request("kept")
 	b.add(kept)
-	if err := b.GC(t.Context(), []endpoint.Key{kept.Key(), {ContainerID: "unknown", IfName: "eth0"}}); err != nil {
+	other, _ := b.request("other")
+	other.Network = "other"
+	b.add(other)
+	if err := b.GC(t.Context(), "", []endpoint.Key{kept.Key(), {ContainerID: "unknown", IfName: "eth0"}}); err != nil {
 		t.Fatal(err)
 	}
-	if got := b.List(); len(got) != 1 || got[0].Pod != "kept" {
+	if got := b.List(); len(got) != 2 || got[0].Pod != "kept" || got[1].Pod != "other" {
 		t.Errorf("endpoints: %v", got)
 	}
-	if err := b.GC(t.Context(), nil); err != nil {
-		t.Fatal(err)
+	for _, network := range []string{"", "other"} {
+		if err := b.GC(t.Context(), network, nil); err != nil {
+			t.Fatal(err)
+		}
 	}
 	b.expectNothing()
 }

@@ -217,14 +217,14 @@ func (g generator) input() *policy.Input {
 	return in
 }
 
-// mutate returns a copy of in with up to three things changed.
+// mutate returns a copy of in with up to five things changed.
 func (g generator) mutate(in *policy.Input) *policy.Input {
 	n := &policy.Input{
 		Pods: slices.Clone(in.Pods), Namespaces: slices.Clone(in.Namespaces),
 		Nodes: in.Nodes, Policies: slices.Clone(in.Policies),
 	}
-	for range 1 + g.r.IntN(3) {
-		switch g.r.IntN(9) {
+	for range 1 + g.r.IntN(5) {
+		switch g.r.IntN(10) {
 		case 0, 1: // labels of a pod
 			if i := len(n.Pods); i > 0 {
 				n.Pods[g.r.IntN(i)].Labels = g.labels()
@@ -264,6 +264,11 @@ func (g generator) mutate(in *policy.Input) *policy.Input {
 			if i := len(n.Policies); i > 0 {
 				i = g.r.IntN(i)
 				n.Policies = slices.Delete(n.Policies, i, i+1)
+			}
+		case 7: // two pods swap their labels
+			if i := len(n.Pods); i > 1 {
+				a, b := &n.Pods[g.r.IntN(i)], &n.Pods[g.r.IntN(i)]
+				a.Labels, b.Labels = b.Labels, a.Labels
 			}
 		default: // a policy is edited, wholly or in one place
 			if i := len(n.Policies); i > 0 {

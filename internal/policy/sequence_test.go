@@ -35,7 +35,8 @@ func sequence(t *testing.T, g generator, in *policy.Input, steps int, stats *tra
 		}
 		nout := policy.Compile(*next, prev)
 		checkAgainstOracle(t, g, next, &nout, 300)
-		checkChange(t, g, in, next, &out, &nout, stats)
+		old, new := load(&out, in), load(&nout, next)
+		checkChange(t, g, &out, &nout, old, new, sample(g, in, next, old, new), stats)
 		checkStable(t, next, &nout)
 		in, out = next, nout
 	}
@@ -70,13 +71,11 @@ func checkStable(t *testing.T, in *policy.Input, out *policy.Output) {
 	}
 }
 
-// checkChange applies new over old in the order of the package comment, each
-// step in random order, and asks after every write.
-func checkChange(t *testing.T, g generator, oldIn, newIn *policy.Input, old, out *policy.Output, stats *transitionStats) {
+// checkChange brings d, which holds old, to final, which holds out, in the
+// order of the package comment, each step in random order, and asks after
+// every write.
+func checkChange(t *testing.T, g generator, old, out *policy.Output, d, final *datapath, samples []sampled, stats *transitionStats) {
 	t.Helper()
-	d := load(old, oldIn)
-	final := load(out, newIn)
-	samples := sample(g, oldIn, newIn, d, final)
 
 	for n, entries := range out.Tables {
 		if had, ok := old.Tables[n]; ok && !reflect.DeepEqual(had, entries) {

@@ -238,13 +238,29 @@ func TestExamplesDecode(t *testing.T) {
 func traces(t *testing.T, id string) []string {
 	t.Helper()
 	var found []string
-	for _, cmd := range []string{"ip netns list", "cat /proc/self/mountinfo", "ps -eo pid,args", "ip -o link", "find /run/podweir-test /sys/fs/cgroup -name *" + id + "*"} {
+	for _, cmd := range []string{"ip netns list", "cat /proc/self/mountinfo", "ip -o link", "find /run/podweir-test /sys/fs/cgroup -name *" + id + "*"} {
 		args := strings.Fields(cmd)
 		out, _ := exec.Command(args[0], args[1:]...).CombinedOutput() // find fails when there is no folder
 		for line := range strings.Lines(string(out)) {
 			if strings.Contains(line, id) && !strings.Contains(line, cmd) {
 				found = append(found, args[0]+": "+line)
 			}
+		}
+	}
+	procs, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range procs {
+		args, _ := os.ReadFile(p)
+		if len(args) == 0 { // gone, or waiting for its parent to notice
+			continue
+		}
+		if strings.Contains(string(args), id) {
+			found = append(found, p+": "+strings.ReplaceAll(string(args), "\x00", " "))
+		}
+		if cg, _ := os.ReadFile(filepath.Join(filepath.Dir(p), "cgroup")); strings.Contains(string(cg), id) {
+			found = append(found, filepath.Dir(p)+" in its cgroup")
 		}
 	}
 	return found
