@@ -9,7 +9,6 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"path/filepath"
 	"strings"
 	"time"
 
@@ -85,27 +84,7 @@ func answer(f func(context.Context) (any, error)) http.HandlerFunc {
 	}
 }
 
-// listenUnix listens on a socket that only root can use. The socket file of a
-// dead agent is replaced; one that somebody answers on is an error.
-func listenUnix(path string) (net.Listener, error) {
-	if err := socketInUse(path); err != nil {
-		return nil, err
-	}
-	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("remove the socket of an earlier agent: %w", err)
-	}
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		return nil, fmt.Errorf("folder of the socket: %w", err)
-	}
-	old := unix.Umask(0o177)
-	l, err := net.Listen("unix", path)
-	unix.Umask(old)
-	if err != nil {
-		return nil, fmt.Errorf("listen on %s: %w", path, err)
-	}
-	return l, nil
-}
-
+// socketInUse is an error if an agent answers on the socket.
 func socketInUse(path string) error {
 	fi, err := os.Lstat(path)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -16,6 +16,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 
 	"github.com/podweir/podweir/internal/api"
+	"github.com/podweir/podweir/internal/cniapi"
 	"github.com/podweir/podweir/internal/endpoint"
 	"github.com/podweir/podweir/internal/ipam"
 	"github.com/podweir/podweir/internal/loader"
@@ -62,7 +63,7 @@ const shutdownTimeout = 5 * time.Second
 func Run(ctx context.Context, cfg Config) (err error) {
 	started := time.Now()
 	log := cfg.Log
-	listener, err := listenUnix(cfg.Socket)
+	listener, err := cniapi.Listen(cfg.Socket)
 	if err != nil {
 		return err
 	}
@@ -117,7 +118,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	if err != nil {
 		return err
 	}
-	socket := &http.Server{ReadHeaderTimeout: shutdownTimeout, Handler: a.socketHandler(public, nil, func(s *api.Status) {
+	socket := &http.Server{ReadHeaderTimeout: shutdownTimeout, Handler: a.socketHandler(public, cniapi.Handler(manager), func(s *api.Status) {
 		s.Version = cfg.Version
 		s.UptimeSeconds = time.Since(started).Seconds()
 		from.Synced = s.Synced
