@@ -65,6 +65,8 @@ type Agent struct {
 	gens     *generations
 
 	queries chan func()
+	// rounds gets a value after every round, unless one waits there already.
+	rounds chan struct{}
 	ready   atomic.Pointer[[]string] // what readiness waits for
 	mtu     atomic.Int64
 
@@ -122,6 +124,7 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 		opt: opt, log: opt.Log, tables: tables, dp: dp, stack: stack, ipam: alloc,
 		eps:      newEndpoints(),
 		queries:  make(chan func()),
+		rounds:   make(chan struct{}, 1),
 		sliceOf:  make(map[string]types.NamespacedName),
 		retry:    make(map[types.NamespacedName]time.Time),
 		problems: make(map[string][]table.Problem),
@@ -239,6 +242,10 @@ func (a *Agent) Run(ctx context.Context) error {
 		a.stats.rounds++
 		a.stats.last = took
 		a.stats.total += took
+		select {
+		case a.rounds <- struct{}{}:
+		default:
+		}
 		earliest = time.Now().Add(min(took, maxThrottle))
 		if !next.IsZero() {
 			timer.Reset(max(time.Until(next), time.Millisecond))
