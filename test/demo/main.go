@@ -21,8 +21,12 @@ import (
 	"github.com/podweir/podweir/test/cluster"
 )
 
-// label marks the demo's clusters among those of tests.
-const label = "demo"
+// label marks the demo's clusters among those of tests, and among those of
+// other clones of the repository.
+func label() (string, error) {
+	root, err := cluster.Root()
+	return "demo of " + root, err
+}
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
@@ -132,12 +136,16 @@ func (d *demo) cleanUp(context.Context) error {
 }
 
 func down() error {
+	mine, err := label()
+	if err != nil {
+		return err
+	}
 	runs, err := cluster.Runs()
 	if err != nil {
 		return err
 	}
 	for _, r := range runs {
-		if r.Label != label || !r.Kept {
+		if r.Label != mine || !r.Kept {
 			continue
 		}
 		if err := r.Remove(); err != nil {
