@@ -21,7 +21,7 @@ import (
 	"github.com/podweir/podweir/internal/ipam"
 )
 
-func TestMain(m *testing.M) { endpointtest.Main(m) }
+func TestMain(m *testing.M) { os.Exit(endpointtest.Main(m)) }
 
 const mtu = 1450
 
