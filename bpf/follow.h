@@ -90,7 +90,7 @@ static __always_inline int pw_follow_error(struct __sk_buff *skb, struct pw_pkt 
 		return pw_pass(skb, p);
 	if (err)
 		return pw_drop(skb, p, err);
-	return pw_act(skb, p, &s->fwd, 0);
+	return pw_act(skb, p, &s->fwd, PW_ACT_ERROR);
 }
 
 static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
@@ -109,7 +109,7 @@ static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
 		if (err > 0)
 			return pw_drop(skb, p, err);
 		if (!err)
-			return pw_act(skb, p, f, 1);
+			return pw_act(skb, p, f, PW_ACT_KNOWN);
 	}
 	err = pw_slow(skb, p);
 	if (err)
@@ -117,7 +117,7 @@ static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
 	s = pw_get_scratch();
 	if (!s)
 		return pw_drop(skb, p, PW_DROP_HELPER);
-	return pw_act(skb, p, &s->fwd, 1);
+	return pw_act(skb, p, &s->fwd, PW_ACT_FIRST);
 }
 
 #endif

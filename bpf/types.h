@@ -32,9 +32,11 @@ enum pw_reason {
 	/* What became of packets that were let through. */
 	PW_PASS = 0,          /* not ours: left to the kernel untouched */
 	PW_FWD_LOCAL = 1,     /* to a pod of this node */
-	PW_FWD_TUNNEL = 2,    /* to another node through the tunnel */
+	PW_FWD_TUNNEL = 2,    /* to another node through the tunnel device */
 	PW_FWD_WIRE = 3,      /* out of a device, not encapsulated */
 	PW_FWD_HOST = 4,      /* up to this node's own stack */
+	PW_FWD_ENCAP = 5,     /* to another node, tunnel header put on by us */
+	PW_FWD_DECAP = 6,     /* to a pod of this node, tunnel header taken off by us */
 
 	/* What the flow engine did. */
 	PW_FLOW_HIT = 8,      /* found at the first lookup: confirmed flow */
@@ -277,13 +279,35 @@ struct pw_prefix_key {
 };
 PW_ASSERT_SIZE(struct pw_prefix_key, 20);
 
-/* A tunnel peer; index = node id, 1-based. Zero addr = no such node. */
+/*
+ * A tunnel peer; index = node id, 1-based. Zero addr = no such node.
+ *
+ * header is what stands before the inner IP header on the wire: outer
+ * Ethernet (addresses left to the neighbour table), IPv4, UDP, VXLAN, inner
+ * Ethernet. Lengths, identification, checksums and the UDP source port are 0
+ * in it; header_sum is the ones' complement sum of its IPv4 header. It is
+ * used when mtu is not 0, else the tunnel device sends.
+ */
 struct pw_node {
-	struct pw_addr addr; /* outer destination */
-	__u8 mac[6];         /* of its podweir.vxlan */
+	struct pw_addr addr;    /* outer destination */
+	struct pw_addr nexthop; /* towards addr */
+	__u32 ifindex;          /* device towards addr */
+	__u16 mtu;              /* inner IP bytes that fit a frame; 0 = no header */
+	__u16 header_sum;
+	__u8 mac[6];            /* of its podweir.vxlan */
 	__u16 pad;
+	__u8 header[64];
 };
-PW_ASSERT_SIZE(struct pw_node, 24);
+PW_ASSERT_SIZE(struct pw_node, 112);
+
+/* Offsets in pw_node.header. */
+#define PW_HDR_IP 14
+#define PW_HDR_UDP 34
+#define PW_HDR_VXLAN 42
+#define PW_HDR_INNER 50
+#define PW_HDR_LEN 64
+/* What a VXLAN header over IPv4 adds between Ethernet and the inner packet. */
+#define PW_ENCAP_LEN 50
 
 /* ---- policy --------------------------------------------------------- */
 
