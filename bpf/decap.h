@@ -61,22 +61,25 @@ static __always_inline int pw_strip(struct __sk_buff *skb, struct pw_pkt *p)
 static __always_inline int pw_decap(struct __sk_buff *skb, const struct pw_pkt *outer)
 {
 	struct pw_pkt p = { .hook = PW_FROM_NETDEV };
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_flow *at = NULL, *f;
 	struct pw_node *node;
-	struct pw_flow *f;
 	__u32 id;
 
+	if (!s)
+		return PW_NEXT;
+	f = &s->known;
 	if (outer->v6 || outer->l4 != PW_HDR_UDP || outer->ecn == PW_ECN_CE)
 		return PW_NEXT;
 	if (pw_parse_at(skb, &p, PW_HDR_INNER) || p.kind != PW_KIND_FLOW || p.ttl <= 1)
 		return PW_NEXT;
-	f = bpf_map_lookup_elem(&pw_flows, &p.key);
-	if (!f)
-		f = bpf_map_lookup_elem(&pw_flows_new, &p.key);
-	if (!f || f->key_hash != pw_key_hash(&p.key) || f->from.kind != PW_PLACE_NODE ||
-	    f->to.kind != PW_PLACE_POD || f->verdict != PW_VERDICT_ALLOW)
+	if (pw_has_via(skb, PW_HDR_INNER))
 		return PW_NEXT;
-	if (!pw_gen_fresh(&f->src_gen) || !pw_gen_fresh(&f->dst_gen) ||
-	    (pw_is_syn(&p) && pw_tcp_closed(f->tcp)) || pw_flow_expired(&p.key, f))
+	if (!pw_flow_load(&p.key, f, &at) || f->from.kind != PW_PLACE_NODE ||
+	    f->to.kind != PW_PLACE_POD)
+		return PW_NEXT;
+	p.from = f->from;
+	if (!pw_current(&p, f))
 		return PW_NEXT;
 	id = f->from.id;
 	node = bpf_map_lookup_elem(&pw_nodes, &id);
@@ -84,8 +87,7 @@ static __always_inline int pw_decap(struct __sk_buff *skb, const struct pw_pkt *
 		return PW_NEXT;
 	if (pw_strip(skb, &p))
 		return PW_NEXT;
-	p.from = f->from;
-	pw_count(pw_flow_touch(&p, f), p.hook, p.v6, skb->len);
+	pw_count(pw_flow_touch(&p, f, at), p.hook, p.v6, skb->len);
 	return pw_act(skb, &p, f, PW_ACT_DECAP);
 }
 

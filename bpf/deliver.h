@@ -15,9 +15,6 @@
 #define PW_NEXT (-1)
 #define PW_SHOT 2
 
-/* Source address of frames handed to pods; the host side's own is not asked. */
-#define PW_SRC_MAC { 0x02, 'p', 'w', 0, 0, 0x01 }
-
 static __always_inline int pw_drop(struct __sk_buff *skb, const struct pw_pkt *p, __u32 reason)
 {
 	pw_count(reason, p->hook, p->v6, skb->len);
@@ -106,6 +103,10 @@ static __always_inline int pw_to_node(struct __sk_buff *skb, struct pw_pkt *p,
 
 	if (!node || !cfg_overlay_ifindex)
 		return pw_drop(skb, p, PW_DROP_NO_NODE);
+	if (node->flags & PW_NODE_DIRECT && pw_is_ingress(p)) {
+		pw_count(PW_FWD_DIRECT, p->hook, p->v6, skb->len);
+		return pw_send(node->ifindex, p->v6 ? &node->nexthop6 : &node->nexthop);
+	}
 	if (known && p->hook == PW_FROM_POD && pw_fits(skb, p, node) &&
 	    !pw_encap(skb, p, node, f->key_hash)) {
 		pw_count(PW_FWD_ENCAP, p->hook, p->v6, skb->len);

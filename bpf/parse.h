@@ -78,7 +78,7 @@ struct pw_pkt {
 	__u8 ttl;        /* TTL or hop limit as it arrived */
 	__u8 tcp_flags;
 	__u8 hook;       /* enum pw_hook */
-	__u8 wrong_place; /* the tuple is live, but belongs to another place */
+	__u8 pad2;
 };
 
 static __always_inline void pw_addr_v4(struct pw_addr *a, __be32 v4)

@@ -8,6 +8,15 @@
 #include "settings.h"
 
 #define PW_TUNNEL_TTL 64
+
+/*
+ * Inner source addresses between nodes. The second says that the packet's
+ * source is outside the cluster and entered at the sending node: the flow's
+ * key then carries that node (via), because one client port towards two
+ * entry nodes and one backend are two flows.
+ */
+#define PW_SRC_MAC { 0x02, 'p', 'w', 0, 0, 0x01 }
+#define PW_VIA_MAC { 0x02, 'p', 'w', 0, 0, 0x02 }
 #define PW_PACKET_HOST 0
 
 /* Outer source ports, from the flow: the dynamic range (RFC 6335). */
@@ -76,6 +85,15 @@ static __always_inline int pw_encap(struct __sk_buff *skb, const struct pw_pkt *
 			inner->h_proto = bpf_htons(ETH_P_IPV6);
 	}
 	return 0;
+}
+
+static __always_inline int pw_has_via(struct __sk_buff *skb, __u32 base)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	static const __u8 via[6] = PW_VIA_MAC;
+	struct ethhdr *eth = data + base;
+
+	return (void *)(eth + 1) <= end && !__builtin_memcmp(eth->h_source, via, 6);
 }
 
 /* The device sends the frame where this key says. */
