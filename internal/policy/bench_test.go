@@ -32,7 +32,9 @@ func specs(t testing.TB, in *policy.Input, n int, spec func(i int) string) {
 func BenchmarkCompile(b *testing.B) {
 	b.Run("50000 members of one set", func(b *testing.B) {
 		in := many(50000, 100)
-		specs(b, in, 1, func(int) string { return `{podSelector: {}, ingress: [{from: [{podSelector: {matchLabels: {all: "yes"}}}]}]}` })
+		specs(b, in, 1, func(int) string {
+			return `{podSelector: {}, ingress: [{from: [{podSelector: {matchLabels: {all: "yes"}}}]}]}`
+		})
 		run(b, in)
 	})
 	b.Run("1000 policies on one pod", func(b *testing.B) {
