@@ -235,6 +235,14 @@ static __always_inline int pw_flow_touch(struct pw_pkt *p, struct pw_flow *f)
 	return PW_FLOW_HIT_NEW;
 }
 
+static __always_inline int pw_same_place(const struct pw_place *a, const struct pw_place *b)
+{
+	if (a->kind != b->kind)
+		return 0;
+	/* The wire is one place: replies may arrive by another device. */
+	return a->id == b->id || a->kind == PW_PLACE_WIRE;
+}
+
 /* An existing reply entry that belongs to the very flow being created. */
 static __always_inline int pw_same_origin(const struct pw_flow *a, const struct pw_flow *b)
 {
