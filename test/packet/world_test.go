@@ -4,6 +4,8 @@ import (
 	"net/netip"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/podweir/podweir/internal/loader"
 	"github.com/podweir/podweir/internal/maps"
 )
@@ -294,4 +296,14 @@ func (w *world) policy(table, identity uint32, kind, proto uint8, port uint16, v
 	put(w, w.set.Policy,
 		maps.PolicyKey{Table: table, Identity: identity, Kind: kind, Proto: proto, Port: port},
 		maps.PolicyEntry{Rule: 100*table + uint32(kind) + 1, Verdict: verdict})
+}
+
+// now is the clock of the flow table.
+func (w *world) now() uint64 {
+	w.t.Helper()
+	var ts unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC_COARSE, &ts); err != nil {
+		w.t.Fatal(err)
+	}
+	return uint64(ts.Nano())
 }
