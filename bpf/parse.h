@@ -295,6 +295,7 @@ static __always_inline int pw_parse_v6(struct __sk_buff *skb, struct pw_pkt *p)
 	__u8 next;
 	int err;
 
+	p->v6 = 1;
 	if ((void *)(ip + 1) > end || ip->version != 6)
 		return PW_DROP_MALFORMED;
 	payload = bpf_ntohs(ip->payload_len);
@@ -307,7 +308,6 @@ static __always_inline int pw_parse_v6(struct __sk_buff *skb, struct pw_pkt *p)
 	/* Such a packet would be taken for IPv4 by every map (RFC 4942 2.2). */
 	if (pw_addr_is_v4(&p->key.src) || pw_addr_is_v4(&p->key.dst))
 		return PW_DROP_V4_MAPPED;
-	p->v6 = 1;
 	p->ttl = ip->hop_limit;
 	p->kind = PW_KIND_NONE;
 	next = ip->nexthdr;
