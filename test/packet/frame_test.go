@@ -105,7 +105,11 @@ func (fr frame) bytes(t testing.TB) []byte {
 	if err := gopacket.SerializeLayers(buf, opts, append(stack, gopacket.Payload(fr.payload))...); err != nil {
 		t.Fatalf("build packet: %v", err)
 	}
+	// gopacket pads short frames; a cut one must be short of its own bytes.
 	out := buf.Bytes()
+	if d, ok := decode(out); ok {
+		out = out[:d.at+len(d.upper)]
+	}
 	if fr.noSum {
 		at := len(out) - len(fr.payload) - 2
 		out[at], out[at+1] = 0, 0
@@ -194,14 +198,14 @@ func icmpError(t testing.TB, src, dst netip.Addr, quoted []byte) []byte {
 	return icmp(t, src, dst, kind, append(make([]byte, 4), quoted[14:]...))
 }
 
-// extend puts IPv6 extension headers before the upper layer. Each header is
-// {type, length field, total bytes}.
+// extension is one IPv6 extension header.
 type extension struct {
 	kind  uint8
 	bytes int    // in all
 	body  []byte // what follows the first two bytes, else zeros (PadN)
 }
 
+// extend puts extension headers before the upper layer of a built packet.
 func extend(t testing.TB, pkt []byte, exts ...extension) []byte {
 	t.Helper()
 	upper := pkt[20]
@@ -259,4 +263,24 @@ func (fr frame) back() frame {
 	out.src, out.dst = fr.dst, fr.src
 	out.reply = !fr.reply
 	return out
+}
+
+// fragment makes one fragment of a datagram: offset in bytes, more to come.
+func (w *world) fragment(fr frame, offset uint16, more bool) []byte {
+	w.t.Helper()
+	field := offset &^ 7
+	pkt := fr.bytes(w.t)
+	if w.f.v6 {
+		if more {
+			field |= 1
+		}
+		return extend(w.t, pkt, extension{44, 8, []byte{byte(field >> 8), byte(field), 0, 0, 0, 9}})
+	}
+	field /= 8
+	if more {
+		field |= 0x2000
+	}
+	binary.BigEndian.PutUint16(pkt[20:], field)
+	mend(pkt)
+	return pkt
 }

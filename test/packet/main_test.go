@@ -122,6 +122,11 @@ var standard = sync.OnceValues(func() (*datapath, error) {
 })
 
 func load(cfg loader.Config) (*datapath, error) {
+	return loadAs(cfg, func(*ebpf.CollectionSpec) {})
+}
+
+// loadAs loads a datapath that change has had its way with.
+func loadAs(cfg loader.Config, change func(*ebpf.CollectionSpec)) (*datapath, error) {
 	d := &datapath{gates: make(map[tunnelKey]*ebpf.Program)}
 	var err error
 	if d.devs, err = findDevices(); err != nil {
@@ -135,6 +140,7 @@ func load(cfg loader.Config) (*datapath, error) {
 	for _, m := range spec.Maps {
 		m.Pinning = ebpf.PinNone
 	}
+	change(spec)
 	opts := &ebpf.CollectionOptions{Programs: ebpf.ProgramOptions{LogLevel: ebpf.LogLevelStats}}
 	if err := spec.LoadAndAssign(&d.objs, opts); err != nil {
 		return nil, fmt.Errorf("load datapath: %w", err)
@@ -148,14 +154,6 @@ func load(cfg loader.Config) (*datapath, error) {
 		return nil, fmt.Errorf("make jump table: %w", err)
 	}
 	return d, nil
-}
-
-func (d *datapath) close() {
-	for _, p := range d.gates {
-		p.Close()
-	}
-	d.jump.Close()
-	d.objs.Close()
 }
 
 func (d *datapath) program(h hook) *ebpf.Program {

@@ -6,7 +6,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/podweir/podweir/internal/loader"
 	"github.com/podweir/podweir/internal/maps"
 )
 
@@ -125,19 +124,6 @@ func newWorld(t *testing.T, f family) *world {
 	return w
 }
 
-// tinyWorld has flow tables of its own, of the sizes given.
-func tinyWorld(t *testing.T, f family, cfg loader.Config) *world {
-	t.Helper()
-	d, err := load(cfg)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(d.close)
-	w := &world{t: t, f: f, datapath: d}
-	w.fill()
-	return w
-}
-
 // put writes one entry or ends the test.
 func put[K comparable, V any](w *world, m maps.Map[K, V], k K, v V) {
 	w.t.Helper()
@@ -216,7 +202,7 @@ func (w *world) fillServices() {
 	w.backends(setHost, at(f.nodeA, podPort))
 	w.backends(setUDP, at(f.third, podPort))
 	w.backends(setSCTP, at(f.third, sctpPort))
-	w.backends(setSCTPX, at(f.third, sctpPort+1))
+	w.backends(setSCTPX, at(f.third, sctpPort+5))
 	for _, a := range []netip.Addr{f.vip, f.vipLocal, f.vipRemote, f.vipEmpty, f.vipHost} {
 		w.service(a, 0, 0, maps.Service{Flags: maps.ServiceAddrOwned})
 	}
