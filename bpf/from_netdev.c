@@ -26,6 +26,9 @@ int from_netdev(struct __sk_buff *skb)
 	p.from.id = skb->ifindex;
 	if (!err && (p.kind == PW_KIND_LINK || pw_is_vxlan(&p)))
 		return pw_pass(skb, &p);
+	/* Every map would take it for IPv4, and so may whatever comes after. */
+	if (err == PW_DROP_V4_MAPPED)
+		return pw_drop(skb, &p, err);
 	if (!bpf_map_lookup_elem(&pw_endpoints, &p.key.dst))
 		return pw_pass(skb, &p);
 	if (err)
