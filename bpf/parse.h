@@ -235,14 +235,15 @@ static __always_inline int pw_parse_v4(struct __sk_buff *skb, struct pw_pkt *p)
 
 	if ((void *)(ip + 1) > end || ip->version != 4)
 		return PW_DROP_MALFORMED;
+	/* Who it is for is known even when the rest makes no sense. */
+	pw_addr_v4(&p->key.src, ip->saddr);
+	pw_addr_v4(&p->key.dst, ip->daddr);
 	header = ip->ihl * 4;
 	total = bpf_ntohs(ip->tot_len);
 	if (!total && skb->gso_size) /* BIG TCP */
 		total = have;
 	if (header < sizeof(*ip) || total < header || total > have)
 		return PW_DROP_MALFORMED;
-	pw_addr_v4(&p->key.src, ip->saddr);
-	pw_addr_v4(&p->key.dst, ip->daddr);
 	p->key.proto = ip->protocol;
 	p->ttl = ip->ttl;
 	p->l4 = ETH_HLEN + header;
@@ -298,16 +299,16 @@ static __always_inline int pw_parse_v6(struct __sk_buff *skb, struct pw_pkt *p)
 	p->v6 = 1;
 	if ((void *)(ip + 1) > end || ip->version != 6)
 		return PW_DROP_MALFORMED;
-	payload = bpf_ntohs(ip->payload_len);
-	if (!payload && skb->gso_size) /* BIG TCP, RFC 2675 */
-		payload = have;
-	if (payload > have)
-		return PW_DROP_MALFORMED;
 	pw_addr_copy(&p->key.src, &ip->saddr);
 	pw_addr_copy(&p->key.dst, &ip->daddr);
 	/* Such a packet would be taken for IPv4 by every map (RFC 4942 2.2). */
 	if (pw_addr_is_v4(&p->key.src) || pw_addr_is_v4(&p->key.dst))
 		return PW_DROP_V4_MAPPED;
+	payload = bpf_ntohs(ip->payload_len);
+	if (!payload && skb->gso_size) /* BIG TCP, RFC 2675 */
+		payload = have;
+	if (payload > have)
+		return PW_DROP_MALFORMED;
 	p->ttl = ip->hop_limit;
 	p->kind = PW_KIND_NONE;
 	next = ip->nexthdr;
