@@ -163,9 +163,9 @@ static __always_inline int pw_parse_ports(struct __sk_buff *skb, struct pw_pkt *
 
 		if ((void *)(udp + 1) > end || l4_len < sizeof(*udp))
 			return PW_DROP_MALFORMED;
-		/* 0 stands for more than 64 KiB under GSO. */
-		if (udp->len && (bpf_ntohs(udp->len) < sizeof(*udp) ||
-				 bpf_ntohs(udp->len) > l4_len) && !skb->gso_size)
+		/* Under GSO 0 stands for more than 64 KiB. */
+		if (!skb->gso_size && (bpf_ntohs(udp->len) < sizeof(*udp) ||
+				       bpf_ntohs(udp->len) > l4_len))
 			return PW_DROP_MALFORMED;
 		p->key.sport = bpf_ntohs(udp->source);
 		p->key.dport = bpf_ntohs(udp->dest);
