@@ -262,7 +262,8 @@ static __always_inline int pw_walk_v6(struct __sk_buff *skb, __u8 *next, __u32 *
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
 	int i;
 
-	for (i = 0; i < PW_EXT_HEADERS_MAX; i++) {
+	/* One round more than headers: it sees that none follows. */
+	for (i = 0; i <= PW_EXT_HEADERS_MAX; i++) {
 		__u8 *h = data + (*off & 0xff);
 		__u8 n = *next;
 
