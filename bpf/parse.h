@@ -124,6 +124,14 @@ static __always_inline int pw_addr_is_multicast(const struct pw_addr *a)
 	return a->b[0] == 0xff;
 }
 
+/* Addresses that no router forwards: fe80::/10, ff01::/16, ff02::/16. */
+static __always_inline int pw_addr_is_link(const struct pw_addr *a)
+{
+	if (a->b[0] == 0xff)
+		return (a->b[1] & 0xf) <= 2;
+	return a->b[0] == 0xfe && (a->b[1] & 0xc0) == 0x80;
+}
+
 /* No host may send from these: 0/8, 127/8, multicast, ::, ::1. */
 static __always_inline int pw_addr_is_bad_source(const struct pw_addr *a)
 {
@@ -209,9 +217,13 @@ static __always_inline int pw_parse_icmp(struct __sk_buff *skb, struct pw_pkt *p
 		p->key.dport = bpf_ntohs(icmp->id);
 	else if (type < PW_ICMP6_INFO)
 		p->kind = PW_KIND_ICMP_ERROR;
-	else if ((type >= PW_ICMP6_LINK_FIRST && type <= PW_ICMP6_LINK_LAST) ||
-		 type == PW_ICMP6_MLD2)
-		/* MLD (RFC 2710, 3810) and neighbour discovery (RFC 4861). */
+	else if (((type >= PW_ICMP6_LINK_FIRST && type <= PW_ICMP6_LINK_LAST) ||
+		  type == PW_ICMP6_MLD2) && pw_addr_is_link(&p->key.dst))
+		/*
+		 * MLD (RFC 2710, 3810) and neighbour discovery (RFC 4861), on
+		 * the link. To a routed address they are packets like any
+		 * other: the host would forward them.
+		 */
 		p->kind = PW_KIND_LINK;
 	return 0;
 }
