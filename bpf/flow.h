@@ -212,6 +212,8 @@ static __noinline void pw_flow_replied(const struct pw_flow_key *k, struct pw_fl
  */
 static __always_inline int pw_confirms(const struct pw_pkt *p)
 {
+	if (p->key.proto == IPPROTO_ICMP || p->key.proto == IPPROTO_ICMPV6)
+		return 0; /* an echo costs nothing to forget */
 	if (p->key.proto != IPPROTO_TCP)
 		return 1;
 	return (p->tcp_flags & (PW_TCP_ACK | PW_TCP_SYN | PW_TCP_RST_BIT | PW_TCP_FIN)) ==
