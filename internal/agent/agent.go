@@ -39,6 +39,7 @@ type Stack interface {
 	EnsureOverlay(node.Overlay) (ifindex int, created bool, err error)
 	SyncRoutes(want []node.Route, overlay int) (changes int, err error)
 	SyncSysctls(outside []node.Device) error
+	Way(addr netip.Addr) (w node.Way, ok bool, err error)
 }
 
 // Options are the settings of the loop.
@@ -92,7 +93,8 @@ type world struct {
 	devices  []node.Device
 	outside  []node.Device
 	overlay  int
-	mtu      int // of the overlay device and of pods
+	ways     map[netip.Addr]node.Way // to the other nodes' addresses
+	mtu      int                     // of the overlay device and of pods
 	attached map[int]string
 	cidrs    []netip.Prefix
 	in       peerInput

@@ -11,6 +11,7 @@ import (
 
 	"github.com/podweir/podweir/internal/endpoint"
 	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/internal/node"
 	"github.com/podweir/podweir/internal/policy"
 	"github.com/podweir/podweir/internal/reconcile"
 	"github.com/podweir/podweir/internal/tunnel"
@@ -45,6 +46,9 @@ type localEndpoint struct {
 // peerInput is what one round has compiled.
 type peerInput struct {
 	self      string
+	selfAddr  netip.Addr // tunnel endpoint of this node
+	vni       uint32
+	ways      map[netip.Addr]node.Way // how the kernel reaches the others
 	nodes     []tunnel.NodeInfo
 	tunnel    tunnel.Output
 	policy    policy.Output
@@ -377,9 +381,7 @@ func (p *peers) compileNodes(in peerInput) (ids map[string]uint32, errs []error)
 			continue
 		}
 		ids[n.Name] = id
-		v := maps.Node{Addr: addr}
-		copy(v.Mac[:], n.MAC)
-		nodes[id] = v
+		nodes[id] = nodeEntry(n, in.selfAddr, in.vni, in.ways)
 		byAddr[addr] = id
 	}
 	p.nodes.Desire(nodes)

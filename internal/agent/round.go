@@ -155,6 +155,7 @@ func (a *Agent) syncStack(ctx context.Context) {
 		w.overlay = index
 	}
 	a.problem("tunnel device", "", err)
+	a.readWays()
 	a.problem("sysctls", "", a.stack.SyncSysctls(w.outside))
 }
 
@@ -193,7 +194,10 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 		Nodes:      policyNodes(collect(nodes), a.opt.NodeName, hostAddrs),
 		Policies:   collect(policies),
 	}, a.peers.state)
-	w.in = peerInput{self: a.opt.NodeName, nodes: w.nodes, tunnel: t, policy: p, endpoints: w.local.byAddr}
+	w.in = peerInput{
+		self: a.opt.NodeName, selfAddr: w.self.Addr, vni: a.opt.VNI, ways: w.ways,
+		nodes: w.nodes, tunnel: t, policy: p, endpoints: w.local.byAddr,
+	}
 	err := a.peers.apply(w.in)
 	a.problems["tunnel"] = problems("", t.Errs...)
 	a.problems["policy"] = nil

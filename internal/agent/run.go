@@ -112,7 +112,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	}
 	defer func() { err = errors.Join(err, manager.Close()) }()
 	a.eps.seed(manager.List())
-	sweep := newSweeper(dp.Maps(), timeouts.For, log)
+	sweep := newSweeper(dp.Maps(), timeouts.For, dp.Sweep, log)
 
 	public, err := a.publicHandler(newCollector(a, dp.Maps(), sweep))
 	if err != nil {

@@ -19,7 +19,7 @@ import (
 	"github.com/podweir/podweir/internal/ipam"
 )
 
-func TestMain(m *testing.M) { endpointtest.Main(m) }
+func TestMain(m *testing.M) { os.Exit(endpointtest.Main(m)) }
 
 type agent struct {
 	*endpoint.Manager

@@ -360,6 +360,45 @@ func TestAddsAndDelsOfOnePodInTurmoil(t *testing.T) {
 	b.expectNothing()
 }
 
+func TestPodWhoseNamespaceHasIPv6SwitchedOff(t *testing.T) {
+	b := newBench(t)
+	req, ns := b.request("web")
+	ns.Do(t, func() error {
+		for _, scope := range []string{"all", "default", "lo"} {
+			if err := os.WriteFile("/proc/sys/net/ipv6/conf/"+scope+"/disable_ipv6", []byte("1"), 0o644); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	ep := b.add(req)
+	if err := b.Check(t.Context(), req); err != nil {
+		t.Error(err)
+	}
+	b.expectTraffic(ns, ep)
+	b.del(req)
+	b.expectNothing()
+}
+
+func TestDelGoesOnWithoutItsClient(t *testing.T) {
+	b := newBench(t)
+	req, _ := b.request("web")
+	b.add(req)
+	ctx, cancel := context.WithCancel(t.Context())
+	b.fakes.Hook = func(ctx context.Context, call string, _ endpoint.Endpoint) error {
+		if call == "detach" {
+			cancel()
+		}
+		return ctx.Err()
+	}
+	err := b.Del(ctx, req)
+	b.fakes.Hook = nil
+	if err != nil {
+		t.Error(err)
+	}
+	b.expectNothing()
+}
+
 func TestHostIfName(t *testing.T) {
 	name := endpoint.HostIfName("default", "web", "c", "eth0")
 	if name != endpoint.HostIfName("default", "web", "d", "eth0") {

@@ -15,13 +15,14 @@ import (
 	"time"
 
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"github.com/podweir/podweir/internal/endpoint"
 	"github.com/podweir/podweir/internal/endpoint/endpointtest"
 	"github.com/podweir/podweir/internal/ipam"
 )
 
-func TestMain(m *testing.M) { endpointtest.Main(m) }
+func TestMain(m *testing.M) { os.Exit(endpointtest.Main(m)) }
 
 const mtu = 1450
 
@@ -211,6 +212,9 @@ func nodeAddrs(t *testing.T) []string {
 		a, err := netlink.ParseAddr(s)
 		if err != nil {
 			t.Fatal(err)
+		}
+		if a.IP.To4() == nil {
+			a.Flags = unix.IFA_F_NODAD // usable at once
 		}
 		if err := netlink.AddrReplace(lo, a); err != nil {
 			t.Fatal(err)

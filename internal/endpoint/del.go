@@ -27,8 +27,12 @@ func (m *Manager) Del(ctx context.Context, req Request) error {
 	return m.delLocked(ctx, e)
 }
 
+// delLocked removes e for a caller that holds its lock. What has begun goes on
+// when the client gives up.
 func (m *Manager) delLocked(ctx context.Context, e *entry) error {
 	ep := m.endpointOf(e)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+	defer cancel()
 	if err := m.remove(ctx, e); err != nil {
 		m.log.Error("endpoint not removed", "endpoint", ep.String(), "err", err)
 		return errorf(CodeInternal, "remove %s: %w", ep, err)

@@ -16,8 +16,8 @@ import (
 	"github.com/podweir/podweir/internal/ipam"
 )
 
-// undoTimeout bounds the undoing of a failed Add, which goes on when the
-// caller has given up.
+// undoTimeout bounds deletions and the undoing of a failed Add, which go on
+// when the caller has given up.
 const undoTimeout = 30 * time.Second
 
 // Config is what a [Manager] works with; every field but Log is required.

@@ -104,7 +104,8 @@ func (m *Manager) removeOrphan(ctx context.Context, name string) error {
 	return nil
 }
 
-// Restore brings back what the files describe. Call it once, after the socket
+// Restore brings back what the files describe; it calls the datapath and the
+// regenerator for several endpoints at a time. Call it once, after the socket
 // listens and the caches are complete. Until it returns, Add waits. The error
 // joins what went wrong with single endpoints; all others work, and the
 // manager is in service.

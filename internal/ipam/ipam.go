@@ -159,7 +159,7 @@ func (a *Allocator) Allocate(owner string, wanted ...netip.Addr) ([]netip.Addr, 
 		if slices.Contains(out, w) {
 			continue
 		}
-		if err := a.free(w); err != nil {
+		if err := a.refusal(w); err != nil {
 			return nil, err
 		}
 		out = append(out, w)
@@ -184,8 +184,15 @@ func (a *Allocator) Allocate(owner string, wanted ...netip.Addr) ([]netip.Addr, 
 	return out, nil
 }
 
-// free returns why addr cannot be given out, if so.
-func (a *Allocator) free(addr netip.Addr) error {
+// isFree tells whether p may give addr out.
+func (a *Allocator) isFree(p *pool, addr netip.Addr) bool {
+	_, owned := a.owner[addr]
+	_, node := a.node[addr]
+	return !owned && !node && p.usable(addr)
+}
+
+// refusal returns why addr cannot be given out, if so.
+func (a *Allocator) refusal(addr netip.Addr) error {
 	i := slices.IndexFunc(a.pools, func(p *pool) bool { return p.cidr.Contains(addr) })
 	if i < 0 {
 		return fmt.Errorf("%s: %w %v", addr, ErrOutside, a.prefixes(addr.Is6()))
@@ -226,14 +233,14 @@ func (a *Allocator) search(v6 bool) (netip.Addr, error) {
 			if !p.usable(addr) {
 				addr = p.first
 			}
-			if a.freed[addr] == 0 && a.free(addr) == nil {
+			if a.freed[addr] == 0 && a.isFree(p, addr) {
 				p.next = p.after(addr)
 				return addr, nil
 			}
 			addr = p.after(addr)
 		}
 	}
-	if addr := a.oldest(func(x netip.Addr) bool { return x.Is6() == v6 && a.free(x) == nil }); addr.IsValid() {
+	if addr := a.oldest(func(x netip.Addr) bool { return x.Is6() == v6 && a.refusal(x) == nil }); addr.IsValid() {
 		return addr, nil
 	}
 	if known {
@@ -264,7 +271,7 @@ func (a *Allocator) full(v6 bool) bool {
 		known = true
 		addr := p.first
 		for range p.size(len(a.owner) + len(a.node) + 1) {
-			if a.free(addr) == nil {
+			if a.isFree(p, addr) {
 				return false
 			}
 			addr = p.after(addr)

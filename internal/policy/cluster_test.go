@@ -37,7 +37,7 @@ func cluster() *policy.Input {
 		return p
 	}
 	return &policy.Input{
-		Namespaces: []policy.Namespace{{Name: "default", Labels: map[string]string{"team": "red"}}, {Name: "other"}},
+		Namespaces: []policy.Namespace{{Name: "default", Labels: map[string]string{"team": "red"}}, {Name: "other", Labels: map[string]string{"team": "blue"}}},
 		Nodes: []policy.Node{
 			{Name: "a", Self: true, Addrs: []netip.Addr{netip.MustParseAddr(addrNodeA)}},
 			{Name: "b", Addrs: []netip.Addr{netip.MustParseAddr(addrNodeB)}},
@@ -51,7 +51,7 @@ func cluster() *policy.Input {
 }
 
 // networkPolicy reads the spec of a policy.
-func networkPolicy(t *testing.T, name, spec string) *networkingv1.NetworkPolicy {
+func networkPolicy(t testing.TB, name, spec string) *networkingv1.NetworkPolicy {
 	t.Helper()
 	np := &networkingv1.NetworkPolicy{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name}}
 	if err := yaml.UnmarshalStrict([]byte(spec), &np.Spec); err != nil {

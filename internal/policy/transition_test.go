@@ -60,11 +60,11 @@ func from(selects, allows, ports string) string {
 }
 
 func TestChangeLabelsAndRulesAtOnce(t *testing.T) {
-	// p1 turns from y to x while s1 turns from allowing x to allowing y: p1
+	// p1 turns from back to front while s1 turns from allowing front to allowing back: p1
 	// is allowed neither before nor after. s2 keeps both identities in force.
-	both := `{podSelector: {matchLabels: {app: two}}, ingress: [{from: [{podSelector: {matchLabels: {app: x}}}]}, {from: [{podSelector: {matchLabels: {app: y}}}]}]}`
-	before := people(t, map[string]string{"s1": "one", "s2": "two", "p1": "y", "p2": "x", "p3": "y"}, from("one", "x", ""), both)
-	after := people(t, map[string]string{"s1": "one", "s2": "two", "p1": "x", "p2": "x", "p3": "y"}, from("one", "y", ""), both)
+	both := `{podSelector: {matchLabels: {app: two}}, ingress: [{from: [{podSelector: {matchLabels: {app: front}}}]}, {from: [{podSelector: {matchLabels: {app: back}}}]}]}`
+	before := people(t, map[string]string{"s1": "one", "s2": "two", "p1": "back", "p2": "front", "p3": "back"}, from("one", "front", ""), both)
+	after := people(t, map[string]string{"s1": "one", "s2": "two", "p1": "front", "p2": "front", "p3": "back"}, from("one", "back", ""), both)
 	if s := change(t, before, after); s.needless > 0 {
 		t.Errorf("denied in between what is allowed before and after: %+v", s)
 	}
@@ -73,14 +73,14 @@ func TestChangeLabelsAndRulesAtOnce(t *testing.T) {
 func TestChangeSwapsTables(t *testing.T) {
 	// s1 and s2 swap their tables, which stay, and p1 changes sides: to s1 it
 	// is a stranger before and after.
-	one, two := from("one", "x", ""), from("two", "y", "")
-	before := people(t, map[string]string{"s1": "one", "s2": "two", "p1": "y", "p2": "x", "p3": "y"}, one, two)
-	after := people(t, map[string]string{"s1": "two", "s2": "one", "p1": "x", "p2": "x", "p3": "y"}, one, two)
+	one, two := from("one", "front", ""), from("two", "back", "")
+	before := people(t, map[string]string{"s1": "one", "s2": "two", "p1": "back", "p2": "front", "p3": "back"}, one, two)
+	after := people(t, map[string]string{"s1": "two", "s2": "one", "p1": "front", "p2": "front", "p3": "back"}, one, two)
 	change(t, before, after)
 }
 
 func TestChangeRanges(t *testing.T) {
-	labels := map[string]string{"s1": "one", "s2": "two", "p1": "x"}
+	labels := map[string]string{"s1": "one", "s2": "two", "p1": "front"}
 	whole := `{port: 80, endPort: 90}`
 	for name, to := range map[string]string{
 		"cut in two":  `{port: 80, endPort: 84}, {port: 85, endPort: 90}`,
@@ -92,7 +92,7 @@ func TestChangeRanges(t *testing.T) {
 	} {
 		for _, pair := range [][2]string{{whole, to}, {to, whole}} {
 			t.Run(name, func(t *testing.T) {
-				s := change(t, people(t, labels, from("one", "x", pair[0])), people(t, labels, from("one", "x", pair[1])))
+				s := change(t, people(t, labels, from("one", "front", pair[0])), people(t, labels, from("one", "front", pair[1])))
 				if s.needless > 0 {
 					t.Errorf("denied in between what is allowed before and after: %+v", s)
 				}
@@ -102,8 +102,8 @@ func TestChangeRanges(t *testing.T) {
 }
 
 func TestChangeFirstAndLastPolicy(t *testing.T) {
-	labels := map[string]string{"s1": "one", "s2": "two", "p1": "x", "p2": "y"}
-	without, with := people(t, labels), people(t, labels, from("one", "x", ""))
+	labels := map[string]string{"s1": "one", "s2": "two", "p1": "front", "p2": "back"}
+	without, with := people(t, labels), people(t, labels, from("one", "front", ""))
 	for _, pair := range [][2]*policy.Input{{without, with}, {with, without}} {
 		if s := change(t, pair[0], pair[1]); s.needless > 0 {
 			t.Errorf("denied in between what is allowed before and after: %+v", s)
@@ -114,9 +114,9 @@ func TestChangeFirstAndLastPolicy(t *testing.T) {
 func TestLabelChangeTouchesNoTable(t *testing.T) {
 	// P12: a pod that moves between classes that exist changes its own
 	// identity and nothing else.
-	both := from("one", "x", "") // and y is told apart from z by s2's policy
-	before := people(t, map[string]string{"s1": "one", "s2": "two", "p1": "x", "p2": "x", "p3": "y"}, both, from("two", "y", ""))
-	after := people(t, map[string]string{"s1": "one", "s2": "two", "p1": "y", "p2": "x", "p3": "y"}, both, from("two", "y", ""))
+	one := from("one", "front", "") // s2 tells back from the rest
+	before := people(t, map[string]string{"s1": "one", "s2": "two", "p1": "front", "p2": "front", "p3": "back"}, one, from("two", "back", ""))
+	after := people(t, map[string]string{"s1": "one", "s2": "two", "p1": "back", "p2": "front", "p3": "back"}, one, from("two", "back", ""))
 	old := policy.Compile(*before, nil)
 	out := policy.Compile(*after, old.State)
 	for n := range old.Tables {
@@ -139,8 +139,8 @@ func TestLabelChangeTouchesNoTable(t *testing.T) {
 }
 
 func TestNumbersAreNotReused(t *testing.T) {
-	labels := map[string]string{"s1": "one", "s2": "two", "p1": "x"}
-	with := people(t, labels, from("one", "x", `{port: 80, endPort: 90}`))
+	labels := map[string]string{"s1": "one", "s2": "two", "p1": "front"}
+	with := people(t, labels, from("one", "front", `{port: 80, endPort: 90}`))
 	without := people(t, labels)
 	first := policy.Compile(*with, nil)
 	gone := policy.Compile(*without, first.State)

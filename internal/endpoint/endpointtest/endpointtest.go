@@ -1,7 +1,3 @@
-// Package endpointtest helps tests that make endpoints: it moves the test
-// binary into a network and mount namespace of its own, makes network
-// namespaces for pods, and records the calls to datapath and regenerator.
-// Everything it makes ends with the test process, even if that is killed.
 package endpointtest
 
 import (
@@ -30,16 +26,16 @@ const insideEnv = "PODWEIR_TEST_INSIDE"
 func init() { runtime.LockOSThread() }
 
 // Main runs the tests in new network and mount namespaces, by starting the
-// test binary again. It ends the process.
-func Main(m *testing.M) {
+// test binary again, and returns the exit status.
+func Main(m *testing.M) int {
 	if os.Getenv(insideEnv) == "" {
-		os.Exit(reexec())
+		return reexec()
 	}
 	if err := setLoopbackUp(); err != nil {
 		fmt.Fprintln(os.Stderr, "endpointtest:", err)
-		os.Exit(1)
+		return 1
 	}
-	os.Exit(m.Run())
+	return m.Run()
 }
 
 func reexec() int {
