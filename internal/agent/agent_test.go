@@ -137,6 +137,10 @@ func (s *fakeStack) SyncRoutes(want []node.Route, _ int) (int, error) {
 	return 0, nil
 }
 
+func (s *fakeStack) Way(addr netip.Addr) (node.Way, bool, error) {
+	return node.Way{Device: 2, Nexthop: addr, MTU: 1500, Onlink: true}, true, nil
+}
+
 func (s *fakeStack) SyncSysctls([]node.Device) error { return nil }
 
 func (s *fakeStack) add(d node.Device) {
