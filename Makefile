@@ -59,7 +59,8 @@ lint-clang-format: | deps
 
 .PHONY: test
 test: root deps build ## runs every check and test (as root); PACKAGES=./internal/... for some
-	@go run ./tools/testsum \
+	@go build -o bin/testsum ./tools/testsum
+	@bin/testsum \
 		-check 'gofmt=$(MAKE) -s lint-gofmt' \
 		-check 'go vet=$(MAKE) -s lint-vet' \
 		-check 'clang-format=$(MAKE) -s lint-clang-format' -- \

@@ -48,7 +48,7 @@ func run(t *testing.T, s Source) {
 
 // within is the time a test gives an event to come.
 func within(t *testing.T) context.Context {
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 	t.Cleanup(cancel)
 	return ctx
 }
