@@ -21,6 +21,7 @@ func TestBadFlags(t *testing.T) {
 		{"--log-format xml", "text or json"},
 		{"--manifests /m --kubeconfig /k", "exclude each other"},
 		{"--socket=", "--socket is empty"},
+		{"--routing-mode bird", "vxlan, cross-subnet, direct"},
 		{"extra", "unknown command"},
 		{"cleanup extra", "unknown command"},
 		{"cleanup --log-level loud", "debug, info, warn or error"},
@@ -34,7 +35,7 @@ func TestBadFlags(t *testing.T) {
 }
 
 func TestFlagDefaults(t *testing.T) {
-	f := flags{serviceCIDRs: []string{"10.96.0.0/12", " fd00:10:98::/112"}, logLevel: "info", logFormat: "json"}
+	f := flags{serviceCIDRs: []string{"10.96.0.0/12", " fd00:10:98::/112"}, logLevel: "info", logFormat: "json", mode: "vxlan"}
 	f.Mark, f.BPFFS, f.StateDir, f.Socket = 0x1000, "bpf", "/var/lib/podweir", "/run/podweir/agent.sock"
 	if err := f.complete(); err != nil {
 		t.Fatal(err)

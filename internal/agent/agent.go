@@ -69,8 +69,8 @@ type Agent struct {
 	queries chan func()
 	// rounds gets a value after every round, unless one waits there already.
 	rounds chan struct{}
-	ready   atomic.Pointer[[]string] // what readiness waits for
-	mtu     atomic.Int64
+	ready  atomic.Pointer[[]string] // what readiness waits for
+	mtu    atomic.Int64
 
 	// Of the loop alone.
 	dirty    dirty
