@@ -76,7 +76,7 @@ func TestWhatIsInForce(t *testing.T) {
 		"bad version keeps the last good one": {
 			{"good", put("x.yaml", two), "a=1 b=1", nil},
 			{"a bad", put("x.yaml", podText("a", "[]")+"---\n"+podText("b", "2")), "a=1 b=2",
-				[]string{"x.yaml:5: Pod default/a: metadata.labels: a array cannot stand here: the field takes a text: put it in quotes; the version read before stays in force"}},
+				[]string{"x.yaml:5: Pod default/a: metadata.labels: the value is of type array; the field takes a text: put it in quotes; the version read before stays in force"}},
 			{"mended", put("x.yaml", podText("a", "3")), "a=3", nil},
 		},
 		"removing the bad document removes the object": {
