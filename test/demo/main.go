@@ -77,7 +77,7 @@ func show(ctx context.Context, keep bool) (err error) {
 	}
 	if d.step(ctx, "Two nodes, four pods", 45*time.Second, d.bringUp) {
 		for _, s := range d.steps() {
-			d.step(ctx, s.title, 20*time.Second, s.run)
+			d.step(ctx, s.title, time.Minute, s.run)
 		}
 	}
 	if d.c == nil {

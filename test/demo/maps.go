@@ -125,9 +125,9 @@ func (d *demo) oneLookup(ctx context.Context) error {
 	if got := first + second + unknown + delta("flow_stale"); got != packets {
 		return fmt.Errorf("%d packets, but %d judged: a packet met more than one program, or none", packets, got)
 	}
-	// Unconfirmed are the first packet, its answers, and the second, which
-	// confirms.
-	if unknown != 1 || delta("flow_confirmed") != 1 || packets-first > 10 {
+	// The flow is confirmed when the client is seen again after the first
+	// answer; on a busy machine it has sent some more by then.
+	if unknown != 1 || delta("flow_confirmed") != 1 || packets-first > packets/10 {
 		return fmt.Errorf("%d of %d packets were not found at the first lookup", packets-first, packets)
 	}
 	return nil
