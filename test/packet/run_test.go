@@ -80,6 +80,7 @@ type shot struct {
 	gso    uint32
 	tunnel tunnelKey
 	pkt    []byte
+	cut    int  // shorten the frame to this inside the kernel, which refuses short ones
 	other  bool // leave the destination MAC alone: a frame for somebody else
 }
 
@@ -159,7 +160,13 @@ func (w *world) fire(s shot) *result {
 			w.t.Fatal(err)
 		}
 	}
-	in := skBuff{Ifindex: w.index(s.dev), Mark: s.mark, GsoSize: s.gso}
+	if s.cut != 0 {
+		var err error
+		if p, err = w.cutter(s.hook, p); err != nil {
+			w.t.Fatal(err)
+		}
+	}
+	in := skBuff{Cb: [5]uint32{uint32(s.cut)}, Ifindex: w.index(s.dev), Mark: s.mark, GsoSize: s.gso}
 	if s.gso != 0 {
 		in.GsoSegs = 2
 	}
@@ -173,8 +180,11 @@ func (w *world) fire(s shot) *result {
 	if err != nil {
 		w.t.Fatalf("run %s: %v", maps.HookName(s.hook), err)
 	}
-	if s.hook == fromOverlay && action == gateFailed {
-		w.t.Fatal("the kernel refused the tunnel key")
+	if action == gateFailed {
+		w.t.Fatal("the kernel refused the tunnel key, or to cut the frame")
+	}
+	if s.cut != 0 {
+		s.pkt = s.pkt[:s.cut]
 	}
 	r := &result{t: w.t, shot: s, action: action, mark: out.Mark, out: opts.DataOut, counts: make(map[reason]uint64)}
 	for row, n := range w.counters() {

@@ -161,6 +161,9 @@ func TestParallelFirstPackets(t *testing.T) {
 					for turn[cpu].Store(int64(i)); turn[1-cpu].Load() < int64(i); {
 						runtime.Gosched()
 					}
+					for range i % 50 * (20 * cpu) { // find the moment
+						_ = turn[cpu].Load()
+					}
 					out, err := w.quick(devClient, pkt)
 					if err != nil {
 						errs[cpu] = err
