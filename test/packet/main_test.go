@@ -115,6 +115,7 @@ type datapath struct {
 	gates map[tunnelKey]*ebpf.Program // see gate
 	jump  *ebpf.Map
 	cut   map[hook]*ebpf.Program
+	last  map[row]uint64 // counters after the last run, nil if not known
 }
 
 // standard is the copy that most tests share; newWorld empties it first.

@@ -228,6 +228,9 @@ func TestRoadsWithoutPorts(t *testing.T) {
 					answer := first.back()
 					w.check(rd.send(first), rd.out, first.src, first.dst, miss, created)
 					w.check(rd.answer(answer), rd.in, answer.src, answer.dst, hitNew)
+					// However long it goes on, an echo is never confirmed.
+					w.check(rd.send(first), rd.out, first.src, first.dst, hitNew)
+					w.check(rd.answer(answer), rd.in, answer.src, answer.dst, hitNew)
 					w.entries(rd, first, answer, false)
 				}
 				first := frame{src: ap(rd.src, 0), dst: ap(rd.asked, 0), proto: protoGRE, payload: []byte("x")}

@@ -175,7 +175,10 @@ func (w *world) fire(s shot) *result {
 	}
 	var out skBuff
 	opts := ebpf.RunOptions{Data: s.pkt, DataOut: make([]byte, len(s.pkt)+512), Context: &in, ContextOut: &out}
-	before := w.counters()
+	if w.last == nil {
+		w.last = w.counters()
+	}
+	before := w.last
 	action, err := p.Run(&opts)
 	if err != nil {
 		w.t.Fatalf("run %s: %v", maps.HookName(s.hook), err)
@@ -187,7 +190,8 @@ func (w *world) fire(s shot) *result {
 		s.pkt = s.pkt[:s.cut]
 	}
 	r := &result{t: w.t, shot: s, action: action, mark: out.Mark, out: opts.DataOut, counts: make(map[reason]uint64)}
-	for row, n := range w.counters() {
+	w.last = w.counters()
+	for row, n := range w.last {
 		if n -= before[row]; n == 0 {
 			continue
 		}
