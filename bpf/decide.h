@@ -18,9 +18,10 @@
 
 /*
  * May packets with this source come from that place? The kernel's martian
- * and reverse-path checks never see a packet that is redirected.
+ * and reverse-path checks never see a packet that is redirected. A pod of a
+ * directly routed node that arrives from the wire comes from that node.
  */
-static __always_inline int pw_check_source(const struct pw_pkt *p, const struct pw_target *src)
+static __always_inline int pw_check_source(struct pw_pkt *p, const struct pw_target *src)
 {
 	if (p->from.kind == PW_PLACE_HOST)
 		return 0;
@@ -30,14 +31,23 @@ static __always_inline int pw_check_source(const struct pw_pkt *p, const struct 
 		return src->ifindex == p->from.id ? 0 : PW_DROP_SPOOFED_SOURCE;
 	if (src->ifindex || src->flags & (PW_PEER_HOST | PW_PEER_LOCAL | PW_PEER_SERVICE))
 		return PW_DROP_SPOOFED_SOURCE;
-	if (p->from.kind == PW_PLACE_NODE)
+	if (p->from.kind == PW_PLACE_NODE) {
+		/* Sources outside the cluster come with the entry node's word. */
+		if (p->key.via)
+			return src->node || src->flags ? PW_DROP_SPOOFED_SOURCE : 0;
 		return src->node == p->from.id ? 0 : PW_DROP_SPOOFED_SOURCE;
-	/* The wire: pods of other nodes come through the tunnel. */
-	return src->flags & PW_PEER_POD ? PW_DROP_SPOOFED_SOURCE : 0;
+	}
+	if (!(src->flags & PW_PEER_POD))
+		return 0;
+	if (!pw_node_direct(src->node))
+		return PW_DROP_SPOOFED_SOURCE;
+	p->from.kind = PW_PLACE_NODE;
+	p->from.id = src->node;
+	return 0;
 }
 
 /* Asks the kernel's routing table where addr is, from a device's view. */
-static __noinline int pw_route(struct __sk_buff *skb, const struct pw_addr *src,
+__noinline int pw_route(struct __sk_buff *skb, const struct pw_addr *src,
 			       const struct pw_addr *dst, struct pw_flow *f)
 {
 	struct bpf_fib_lookup fib = {};
@@ -206,7 +216,7 @@ static __always_inline int pw_never_creates(const struct pw_pkt *p)
  * is in the table (unless this segment may not start one). Returns 0 or the
  * reason of the drop.
  */
-static __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
+__noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 {
 	struct pw_scratch *s = pw_get_scratch();
 	struct pw_flow *other;
@@ -219,12 +229,6 @@ static __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	err = pw_check_source(p, &s->src);
 	if (err)
 		return err;
-	if (p->wrong_place) {
-		/* The source is this place's own by now: the old flow is over. */
-		other = pw_flow_find(&p->key);
-		if (other)
-			pw_flow_forget(&p->key, other);
-	}
 	if (pw_addr_is_multicast(&p->key.dst))
 		return PW_DROP_MULTICAST;
 	s->fwd.src = p->key.src;
@@ -258,7 +262,7 @@ static __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	err = pw_mirror(skb, p, s);
 	if (err)
 		return err;
-	err = pw_flow_create(&p->key, s);
+	err = pw_flow_create(skb, &p->key, s);
 	if (err >= PW_DROP_MALFORMED)
 		return err;
 	pw_count(err, p->hook, p->v6, skb->len);
@@ -277,7 +281,7 @@ static __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
  * A denial keeps entry and translation, so that the flow goes on when it is
  * allowed again. p and f are this packet's; both entries are updated.
  */
-static __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow *f)
+__noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow *f)
 {
 	struct pw_scratch *s = pw_get_scratch();
 	struct pw_flow *twin, *orig, *reply;

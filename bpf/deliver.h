@@ -15,9 +15,6 @@
 #define PW_NEXT (-1)
 #define PW_SHOT 2
 
-/* Source address of frames handed to pods; the host side's own is not asked. */
-#define PW_SRC_MAC { 0x02, 'p', 'w', 0, 0, 0x01 }
-
 static __always_inline int pw_drop(struct __sk_buff *skb, const struct pw_pkt *p, __u32 reason)
 {
 	pw_count(reason, p->hook, p->v6, skb->len);
@@ -56,7 +53,7 @@ static __always_inline void pw_make_ours(struct __sk_buff *skb)
 }
 
 static __always_inline int pw_to_pod(struct __sk_buff *skb, struct pw_pkt *p,
-				     const struct pw_flow *f)
+				     const struct pw_flow *f, __u32 reason)
 {
 	__u32 ifindex = f->to.id;
 
@@ -69,7 +66,7 @@ static __always_inline int pw_to_pod(struct __sk_buff *skb, struct pw_pkt *p,
 	}
 	if (pw_write_macs(skb, f->mac))
 		return pw_drop(skb, p, PW_DROP_HELPER);
-	pw_count(PW_FWD_LOCAL, p->hook, p->v6, skb->len);
+	pw_count(reason, p->hook, p->v6, skb->len);
 	if (pw_is_ingress(p)) {
 		pw_make_ours(skb);
 		return bpf_redirect_peer(ifindex, 0);
@@ -78,14 +75,43 @@ static __always_inline int pw_to_pod(struct __sk_buff *skb, struct pw_pkt *p,
 	return bpf_redirect(ifindex, 0);
 }
 
+static __always_inline int pw_send(__u32 ifindex, const struct pw_addr *nexthop)
+{
+	struct bpf_redir_neigh nh = {};
+	int i;
+
+	if (pw_addr_is_v4(nexthop)) {
+		nh.nh_family = PW_AF_INET;
+		nh.ipv4_nh = pw_addr_word(nexthop, 3);
+	} else {
+		nh.nh_family = PW_AF_INET6;
+		for (i = 0; i < 4; i++)
+			nh.ipv6_nh[i] = pw_addr_word(nexthop, i);
+	}
+	return bpf_redirect_neigh(ifindex, &nh, sizeof(nh), 0);
+}
+
+/*
+ * Known flows get the tunnel header here. The device takes first packets,
+ * what does not fit, and what adjust_room refuses.
+ */
 static __always_inline int pw_to_node(struct __sk_buff *skb, struct pw_pkt *p,
-				      const struct pw_flow *f)
+				      const struct pw_flow *f, int known)
 {
 	__u32 id = f->to.id;
 	struct pw_node *node = bpf_map_lookup_elem(&pw_nodes, &id);
 
 	if (!node || !cfg_overlay_ifindex)
 		return pw_drop(skb, p, PW_DROP_NO_NODE);
+	if (node->flags & PW_NODE_DIRECT && pw_is_ingress(p)) {
+		pw_count(PW_FWD_DIRECT, p->hook, p->v6, skb->len);
+		return pw_send(node->ifindex, p->v6 ? &node->nexthop6 : &node->nexthop);
+	}
+	if (known && p->hook == PW_FROM_POD && pw_fits(skb, p, node) &&
+	    !pw_encap(skb, p, node, f->key_hash)) {
+		pw_count(PW_FWD_ENCAP, p->hook, p->v6, skb->len);
+		return pw_send(node->ifindex, &node->nexthop);
+	}
 	if (pw_write_macs(skb, node->mac))
 		return pw_drop(skb, p, PW_DROP_HELPER);
 	if (pw_set_tunnel(skb, node))
@@ -100,28 +126,22 @@ static __always_inline int pw_to_node(struct __sk_buff *skb, struct pw_pkt *p,
 static __always_inline int pw_to_wire(struct __sk_buff *skb, struct pw_pkt *p,
 				      const struct pw_flow *f)
 {
-	struct bpf_redir_neigh nh = {};
-	int i;
-
-	if (pw_addr_is_v4(&f->nexthop)) {
-		nh.nh_family = PW_AF_INET;
-		nh.ipv4_nh = pw_addr_word(&f->nexthop, 3);
-	} else {
-		nh.nh_family = PW_AF_INET6;
-		for (i = 0; i < 4; i++)
-			nh.ipv6_nh[i] = pw_addr_word(&f->nexthop, i);
-	}
 	pw_count(PW_FWD_WIRE, p->hook, p->v6, skb->len);
-	return bpf_redirect_neigh(f->to.id, &nh, sizeof(nh), 0);
+	return pw_send(f->to.id, &f->nexthop);
 }
 
-/*
- * rewrite = 0 for ICMP errors, which take a flow's way and not its
- * translation. The stack takes the TTL of what it forwards itself.
- */
+enum pw_act_mode {
+	PW_ACT_KNOWN, /* a packet of a flow in the table */
+	PW_ACT_FIRST, /* one that has just been decided */
+	PW_ACT_ERROR, /* an ICMP error: a flow's way, not its translation */
+	PW_ACT_DECAP, /* as KNOWN, out of a tunnel header we took off */
+};
+
+/* The stack takes the TTL of what it forwards itself. */
 static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p,
-				  const struct pw_flow *f, int rewrite)
+				  const struct pw_flow *f, enum pw_act_mode mode)
 {
+	int rewrite = mode != PW_ACT_ERROR;
 	int dec = pw_is_ingress(p) && f->to.kind != PW_PLACE_HOST;
 	int err;
 
@@ -134,9 +154,10 @@ static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p,
 	}
 	switch (f->to.kind) {
 	case PW_PLACE_POD:
-		return pw_to_pod(skb, p, f);
+		return pw_to_pod(skb, p, f,
+				 mode == PW_ACT_DECAP ? PW_FWD_DECAP : PW_FWD_LOCAL);
 	case PW_PLACE_NODE:
-		return pw_to_node(skb, p, f);
+		return pw_to_node(skb, p, f, mode == PW_ACT_KNOWN);
 	case PW_PLACE_WIRE:
 		return pw_to_wire(skb, p, f);
 	case PW_PLACE_HOST:

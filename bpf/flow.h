@@ -9,17 +9,23 @@
 #define PW_FLOW_H
 
 #include "maps.h"
+#include "metrics.h"
 #include "parse.h"
 #include "resolve.h"
 #include "settings.h"
 
-/* Working space of a first packet; programs of one CPU do not interleave. */
+/* How many source ports are tried before a collision is given up. */
+#define PW_PORT_PROBES 32
+
+/* Working space; programs of one CPU do not interleave. */
 struct pw_scratch {
 	struct pw_flow fwd;
 	struct pw_flow rev;
 	struct pw_flow copy;
+	struct pw_flow known; /* of an established packet, off the stack */
 	struct pw_flow_key rev_key;
 	struct pw_flow_key embedded;
+	struct pw_flow_key twin; /* of the entry being looked at */
 	struct pw_target src;
 	struct pw_target dst;
 };
@@ -108,35 +114,98 @@ static __always_inline struct pw_flow *pw_flow_find(const struct pw_flow_key *k)
 	return f;
 }
 
-/* Idle for too long in both directions. */
-static __noinline int pw_flow_expired(const struct pw_flow_key *k, const struct pw_flow *f)
+/*
+ * The same, copied out: values of a hash map are recycled without a grace
+ * period, so the copy is checked, not the original. *at is for bookkeeping.
+ */
+static __always_inline int pw_flow_load(const struct pw_flow_key *k, struct pw_flow *copy,
+					struct pw_flow **at)
 {
-	struct pw_flow_key twin_key;
+	struct pw_flow *f = bpf_map_lookup_elem(&pw_flows, k);
+
+	if (!f)
+		f = bpf_map_lookup_elem(&pw_flows_new, k);
+	if (!f)
+		return 0;
+	*copy = *f;
+	*at = f;
+	return copy->key_hash == pw_key_hash(k);
+}
+
+/* Idle for too long in both directions. */
+__noinline int pw_flow_expired(const struct pw_flow_key *k, const struct pw_flow *f)
+{
+	struct pw_scratch *s = pw_get_scratch();
 	struct pw_flow *twin;
 	__u64 now = pw_now(), timeout;
 
-	if (!k || !f)
+	if (!k || !f || !s)
 		return 1;
 	timeout = pw_flow_timeout(k->proto, f);
 	if (f->last_seen + timeout > now)
 		return 0;
-	pw_twin_key(k, f, &twin_key);
-	twin = pw_flow_find(&twin_key);
+	pw_twin_key(k, f, &s->twin);
+	twin = pw_flow_find(&s->twin);
 	return !twin || twin->last_seen + timeout <= now;
 }
 
-/* Removes both directions from both tables. */
-static __noinline void pw_flow_forget(const struct pw_flow_key *k, const struct pw_flow *f)
+static __always_inline void pw_flow_delete(const struct pw_flow_key *k)
 {
-	struct pw_flow_key twin_key;
-
-	if (!k || !f)
-		return;
-	pw_twin_key(k, f, &twin_key);
 	bpf_map_delete_elem(&pw_flows, k);
 	bpf_map_delete_elem(&pw_flows_new, k);
-	bpf_map_delete_elem(&pw_flows, &twin_key);
-	bpf_map_delete_elem(&pw_flows_new, &twin_key);
+}
+
+/*
+ * Removes an outlived flow, both directions, from both tables. Of several
+ * CPUs that want to, exactly one may: the one that takes the hash out of the
+ * original direction's entry. Returns 1 to it and 0 to the others, who look
+ * the tuple up again. The reply entry goes first, so that a flow whose
+ * original is gone is gone altogether.
+ */
+__noinline int pw_flow_claim(const struct pw_flow_key *k, struct pw_flow *f)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_flow *twin, *orig;
+	__u64 created;
+	__u32 hash;
+
+	if (!k || !f || !s)
+		return 0;
+	created = f->created;
+	pw_twin_key(k, f, &s->twin);
+	twin = pw_flow_find(&s->twin);
+	orig = f;
+	hash = pw_key_hash(k);
+	if (f->flags & PW_F_REPLY && twin) {
+		orig = twin;
+		hash = pw_key_hash(&s->twin);
+	}
+	if (__sync_val_compare_and_swap(&orig->key_hash, hash, 0) != hash)
+		return 0;
+	if (orig->created != created) {
+		/* Another flow of the same tuple by now, and not outlived. */
+		orig->key_hash = hash;
+		return 0;
+	}
+	if (orig == f) {
+		if (twin)
+			twin->key_hash = 0;
+		pw_flow_delete(&s->twin);
+		pw_flow_delete(k);
+	} else {
+		f->key_hash = 0;
+		pw_flow_delete(k);
+		pw_flow_delete(&s->twin);
+	}
+	return 1;
+}
+
+/* Another CPU may be promoting the same flow: then it is done. */
+static __always_inline int pw_flow_promote(const struct pw_flow_key *k, const struct pw_flow *val)
+{
+	if (!bpf_map_update_elem(&pw_flows, k, val, BPF_NOEXIST))
+		return 0;
+	return bpf_map_lookup_elem(&pw_flows, k) ? 0 : -1;
 }
 
 /*
@@ -144,7 +213,7 @@ static __noinline void pw_flow_forget(const struct pw_flow_key *k, const struct 
  * decides, never stands there alone. The old copies are left to age.
  * k and f are the original direction's. Returns 0 or -1 when it is full.
  */
-static __noinline int pw_flow_confirm(const struct pw_flow_key *k, struct pw_flow *f)
+__noinline int pw_flow_confirm(const struct pw_flow_key *k, struct pw_flow *f)
 {
 	struct pw_scratch *s = pw_get_scratch();
 	struct pw_flow_key twin_key;
@@ -157,12 +226,16 @@ static __noinline int pw_flow_confirm(const struct pw_flow_key *k, struct pw_flo
 	if (!twin)
 		return -1;
 	s->copy = *twin;
+	if (s->copy.key_hash != pw_key_hash(&twin_key))
+		return -1;
 	s->copy.flags |= PW_F_CONFIRMED;
-	if (bpf_map_update_elem(&pw_flows, &twin_key, &s->copy, BPF_ANY))
+	if (pw_flow_promote(&twin_key, &s->copy))
 		return -1;
 	s->copy = *f;
+	if (s->copy.key_hash != pw_key_hash(k))
+		return -1;
 	s->copy.flags |= PW_F_CONFIRMED;
-	if (bpf_map_update_elem(&pw_flows, k, &s->copy, BPF_ANY)) {
+	if (pw_flow_promote(k, &s->copy)) {
 		bpf_map_delete_elem(&pw_flows, &twin_key);
 		return -1;
 	}
@@ -170,40 +243,42 @@ static __noinline int pw_flow_confirm(const struct pw_flow_key *k, struct pw_flo
 }
 
 /* FIN and RST act on both entries of a flow. */
-static __noinline void pw_flow_tcp(const struct pw_flow_key *k, struct pw_flow *f, __u8 tcp_flags)
+__noinline int pw_flow_tcp(const struct pw_flow_key *k, struct pw_flow *f, __u8 tcp_flags)
 {
 	struct pw_flow_key twin_key;
 	struct pw_flow *twin;
 	__u8 bits = 0;
 
 	if (!k || !f)
-		return;
+		return 0;
 	if (tcp_flags & PW_TCP_RST_BIT)
 		bits |= PW_TCP_RST;
 	if (tcp_flags & PW_TCP_FIN)
 		bits |= f->flags & PW_F_REPLY ? PW_TCP_FIN_REPLY : PW_TCP_FIN_ORIG;
 	if ((f->tcp & bits) == bits)
-		return;
+		return 0;
 	f->tcp |= bits;
 	pw_twin_key(k, f, &twin_key);
 	twin = pw_flow_find(&twin_key);
 	if (twin)
 		twin->tcp |= bits;
+	return 0;
 }
 
 /* A reply was seen: the original's entry learns of it. */
-static __noinline void pw_flow_replied(const struct pw_flow_key *k, struct pw_flow *f)
+__noinline int pw_flow_replied(const struct pw_flow_key *k, struct pw_flow *f)
 {
 	struct pw_flow_key twin_key;
 	struct pw_flow *twin;
 
 	if (!k || !f)
-		return;
+		return 0;
 	f->flags |= PW_F_REPLIED;
 	pw_twin_key(k, f, &twin_key);
 	twin = bpf_map_lookup_elem(&pw_flows_new, &twin_key);
 	if (twin)
 		twin->flags |= PW_F_REPLIED;
+	return 0;
 }
 
 /*
@@ -220,25 +295,34 @@ static __always_inline int pw_confirms(const struct pw_pkt *p)
 	       PW_TCP_ACK;
 }
 
-/* Bookkeeping of a known flow's packet. f may be in either table. */
-static __always_inline int pw_flow_touch(struct pw_pkt *p, struct pw_flow *f)
+/*
+ * Bookkeeping of a known flow's packet: f is the copy it is handled by, at
+ * the entry in either table.
+ */
+static __always_inline void pw_flow_touch(const struct pw_pkt *p, const struct pw_flow *f,
+					  struct pw_flow *at, __u32 len)
 {
-	f->last_seen = pw_now();
+	at->last_seen = pw_now();
 	if (p->key.proto == IPPROTO_TCP && (p->tcp_flags & (PW_TCP_FIN | PW_TCP_RST_BIT)))
-		pw_flow_tcp(&p->key, f, p->tcp_flags);
-	if (f->flags & PW_F_CONFIRMED)
-		return PW_FLOW_HIT;
+		pw_flow_tcp(&p->key, at, p->tcp_flags);
+	if (f->flags & PW_F_CONFIRMED) {
+		pw_count(PW_FLOW_HIT, p->hook, p->v6, len);
+		return;
+	}
+	pw_count(PW_FLOW_HIT_NEW, p->hook, p->v6, len);
 	if (f->flags & PW_F_REPLY) {
 		if (!(f->flags & PW_F_REPLIED))
-			pw_flow_replied(&p->key, f);
+			pw_flow_replied(&p->key, at);
 	} else if ((f->flags & PW_F_REPLIED) && pw_confirms(p)) {
-		return pw_flow_confirm(&p->key, f) ? PW_FLOW_TABLE_FULL : PW_FLOW_CONFIRMED;
+		pw_count(pw_flow_confirm(&p->key, at) ? PW_FLOW_TABLE_FULL : PW_FLOW_CONFIRMED,
+			 p->hook, p->v6, len);
 	}
-	return PW_FLOW_HIT_NEW;
 }
 
 static __always_inline int pw_same_place(const struct pw_place *a, const struct pw_place *b)
 {
+	if (a->kind == PW_PLACE_NODE && b->kind == PW_PLACE_WIRE)
+		return pw_node_direct(a->id);
 	if (a->kind != b->kind)
 		return 0;
 	/* The wire is one place: replies may arrive by another device. */
@@ -249,70 +333,152 @@ static __always_inline int pw_same_place(const struct pw_place *a, const struct 
 static __always_inline int pw_same_origin(const struct pw_flow *a, const struct pw_flow *b)
 {
 	return a->flags & PW_F_REPLY && pw_addr_eq(&a->src, &b->src) &&
-	       pw_addr_eq(&a->dst, &b->dst) && a->sport == b->sport && a->dport == b->dport;
+	       pw_addr_eq(&a->dst, &b->dst) && a->sport == b->sport && a->dport == b->dport &&
+	       a->twin_via == b->twin_via;
 }
 
+enum pw_insert {
+	PW_INSERTED,
+	PW_EXISTS, /* a live one is there */
+	PW_NO_ROOM,
+};
+
 /*
- * Puts one entry into pw_flows_new unless a live one is there. An expired
- * one is taken over. Returns 0, 1 (a live one exists) or -1 (no room).
+ * Puts one entry into pw_flows_new unless a live one is there, in either
+ * table. An outlived one makes room, and the tables are read again after
+ * the insert: a promotion may have come between.
  */
-static __noinline int pw_flow_insert(const struct pw_flow_key *k, const struct pw_flow *val)
+__noinline int pw_flow_insert(const struct pw_flow_key *k, const struct pw_flow *val)
 {
 	struct pw_flow *old;
 
 	if (!k || !val)
-		return -1;
+		return PW_NO_ROOM;
 	old = pw_flow_find(k);
 	if (old) {
-		if (!pw_flow_expired(k, old))
-			return 1;
-		pw_flow_forget(k, old);
+		if (!pw_flow_expired(k, old) || !pw_flow_claim(k, old))
+			return PW_EXISTS;
 	}
-	if (!bpf_map_update_elem(&pw_flows_new, k, val, BPF_NOEXIST))
+	if (bpf_map_update_elem(&pw_flows_new, k, val, BPF_NOEXIST))
+		return bpf_map_lookup_elem(&pw_flows_new, k) ? PW_EXISTS : PW_NO_ROOM;
+	if (bpf_map_lookup_elem(&pw_flows, k)) {
+		bpf_map_delete_elem(&pw_flows_new, k);
+		return PW_EXISTS;
+	}
+	return PW_INSERTED;
+}
+
+/* A port of the host's that one of its sockets uses is not ours to give. */
+static __always_inline int pw_port_in_use(struct __sk_buff *skb, const struct pw_scratch *s,
+					  __u8 proto, __u16 port)
+{
+	struct bpf_sock_tuple t = {};
+	struct bpf_sock *sk;
+	__u32 len;
+	int i;
+
+	if (pw_addr_is_v4(&s->fwd.src)) {
+		t.ipv4.saddr = pw_addr_word(&s->fwd.dst, 3);
+		t.ipv4.daddr = pw_addr_word(&s->fwd.src, 3);
+		t.ipv4.sport = bpf_htons(s->fwd.dport);
+		t.ipv4.dport = bpf_htons(port);
+		len = sizeof(t.ipv4);
+	} else {
+		for (i = 0; i < 4; i++) {
+			t.ipv6.saddr[i] = pw_addr_word(&s->fwd.dst, i);
+			t.ipv6.daddr[i] = pw_addr_word(&s->fwd.src, i);
+		}
+		t.ipv6.sport = bpf_htons(s->fwd.dport);
+		t.ipv6.dport = bpf_htons(port);
+		len = sizeof(t.ipv6);
+	}
+	if (proto == IPPROTO_TCP)
+		sk = bpf_skc_lookup_tcp(skb, &t, len, BPF_F_CURRENT_NETNS, 0);
+	else
+		sk = bpf_sk_lookup_udp(skb, &t, len, BPF_F_CURRENT_NETNS, 0);
+	if (!sk)
 		return 0;
-	return bpf_map_lookup_elem(&pw_flows_new, k) ? 1 : -1;
+	bpf_sk_release(sk);
+	return 1;
+}
+
+/*
+ * The reply tuple belongs to another live flow: look for a source port whose
+ * reply tuple is free and reserve it by the insert itself. Ports come from
+ * outside the NodePort and the usual local range; bounded probing.
+ */
+__noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_key *key,
+					 struct pw_scratch *s)
+{
+	__u32 range = cfg_port_max - cfg_port_min + 1, start = bpf_get_prandom_u32();
+	__u16 port;
+	int i, err;
+
+	if (!key || !s || (key->proto != IPPROTO_TCP && key->proto != IPPROTO_UDP))
+		return PW_DROP_FLOW_COLLISION;
+	for (i = 0; i < PW_PORT_PROBES; i++) {
+		/* An odd step visits distinct ports of the range. */
+		port = cfg_port_min + (start + i * 7919) % range;
+		if (s->fwd.from.kind == PW_PLACE_HOST &&
+		    pw_port_in_use(skb, s, key->proto, port))
+			continue;
+		s->rev_key.dport = port;
+		s->rev.key_hash = pw_key_hash(&s->rev_key);
+		err = pw_flow_insert(&s->rev_key, &s->rev);
+		if (err == PW_NO_ROOM)
+			return PW_DROP_FLOW_INSERT;
+		if (err == PW_INSERTED) {
+			s->fwd.sport = port;
+			s->fwd.flags |= PW_F_XLATE;
+			return 0;
+		}
+	}
+	return PW_DROP_FLOW_COLLISION;
 }
 
 /*
  * Writes both entries of a new flow: s->fwd under key, s->rev under
  * s->rev_key. The insert of the forward entry decides between two CPUs that
- * create the same flow; the loser takes its reverse entry back. Returns the
+ * create the same flow; the loser takes its reply entry back. Returns the
  * reason to count: created, race lost (use the winner's entry), or a drop.
  */
-static __noinline int pw_flow_create(const struct pw_flow_key *key, struct pw_scratch *s)
+__noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *key,
+				     struct pw_scratch *s)
 {
-	struct pw_flow *old;
-	int err;
+	struct pw_flow *other;
+	int ours, err, result = PW_FLOW_CREATED;
 
 	if (!key || !s)
 		return PW_DROP_FLOW_INSERT;
 	s->fwd.key_hash = pw_key_hash(key);
 	s->rev.key_hash = pw_key_hash(&s->rev_key);
 	err = pw_flow_insert(&s->rev_key, &s->rev);
-	if (err < 0)
+	if (err == PW_NO_ROOM)
 		return PW_DROP_FLOW_INSERT;
-	if (err == 1) {
-		old = pw_flow_find(&s->rev_key);
-		if (!old || !pw_same_origin(old, &s->rev))
-			return PW_DROP_FLOW_COLLISION;
-	}
-	switch (pw_flow_insert(key, &s->fwd)) {
-	case 0:
-		return PW_FLOW_CREATED;
-	case 1:
-		if (!err) {
-			/* Not if the winner's reply tuple is the same one. */
-			old = pw_flow_find(key);
-			if (!old || !pw_addr_eq(&old->dst, &s->fwd.dst) ||
-			    old->dport != s->fwd.dport)
-				bpf_map_delete_elem(&pw_flows_new, &s->rev_key);
+	ours = err == PW_INSERTED;
+	if (!ours) {
+		other = pw_flow_find(&s->rev_key);
+		/* Not a collision if another CPU creates this very flow. */
+		if (!other || !pw_same_origin(other, &s->rev)) {
+			s->rev.flags |= PW_F_XLATE;
+			err = pw_flow_other_port(skb, key, s);
+			if (err)
+				return err;
+			ours = 1;
+			result = PW_FLOW_PORT_CHANGED;
 		}
-		return PW_FLOW_RACE_LOST;
-	default:
-		if (!err)
-			bpf_map_delete_elem(&pw_flows_new, &s->rev_key);
-		return PW_DROP_FLOW_INSERT;
 	}
+	err = pw_flow_insert(key, &s->fwd);
+	if (err == PW_INSERTED)
+		return result;
+	/* Lost: take back the reply entry, unless it is the winner's too. */
+	if (ours) {
+		other = pw_flow_find(key);
+		if (!other || !pw_addr_eq(&other->dst, &s->fwd.dst) ||
+		    other->dport != s->fwd.dport || other->sport != s->fwd.sport)
+			bpf_map_delete_elem(&pw_flows_new, &s->rev_key);
+	}
+	return err == PW_EXISTS ? PW_FLOW_RACE_LOST : PW_DROP_FLOW_INSERT;
 }
 
 #endif

@@ -16,58 +16,105 @@ static __always_inline int pw_gen_fresh(const struct pw_gen_ref *ref)
 	return pw_gen(ref->slot) == ref->gen;
 }
 
+static __always_inline int pw_fresh(const struct pw_flow *f)
+{
+	return pw_gen_fresh(&f->src_gen) && pw_gen_fresh(&f->dst_gen);
+}
+
 static __always_inline int pw_is_syn(const struct pw_pkt *p)
 {
 	return p->key.proto == IPPROTO_TCP &&
 	       (p->tcp_flags & (PW_TCP_SYN | PW_TCP_ACK)) == PW_TCP_SYN;
 }
 
-/*
- * Does the entry speak for this packet? If not, it is removed where it has
- * outlived itself, or left for the source check to decide (wrong place).
- */
-static __always_inline int pw_usable(struct pw_pkt *p, struct pw_flow *f)
+/* All that lets an entry speak for a packet without a second thought. */
+static __always_inline int pw_current(const struct pw_pkt *p, const struct pw_flow *f)
 {
-	if (f->key_hash != pw_key_hash(&p->key))
-		return 0;
-	if (!pw_same_place(&f->from, &p->from)) {
-		p->wrong_place = 1;
-		return 0;
-	}
-	if ((pw_is_syn(p) && pw_tcp_closed(f->tcp)) || pw_flow_expired(&p->key, f)) {
-		pw_flow_forget(&p->key, f);
-		return 0;
-	}
-	return 1;
+	return f->verdict == PW_VERDICT_ALLOW && pw_same_place(&f->from, &p->from) &&
+	       pw_fresh(f) && !(pw_is_syn(p) && pw_tcp_closed(f->tcp)) &&
+	       f->last_seen + pw_flow_timeout(p->key.proto, f) > pw_now();
 }
 
-static __noinline int pw_slow(struct __sk_buff *skb, struct pw_pkt *p)
+/* How often a tuple is looked up anew when others are changing it. */
+#define PW_TRIES 3
+
+enum pw_review {
+	PW_REVIEW_OK = 0,      /* s->fwd is the action */
+	/* above: the reason of a drop */
+	PW_REVIEW_AGAIN = -1,  /* somebody else is changing it */
+	PW_REVIEW_FREE = -2,   /* the tuple is free for a new flow */
+};
+
+/*
+ * An entry that is there but not current: of another place, outlived, denied
+ * or decided from what has changed since.
+ */
+__noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow *f)
 {
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_place from;
 	int err;
+
+	if (!p || !f || !s)
+		return PW_DROP_HELPER;
+	if (!pw_same_place(&f->from, &p->from)) {
+		/*
+		 * Either a lie, or the address lives elsewhere by now: then
+		 * the old flow is over.
+		 */
+		pw_resolve(&p->key.src, &s->src);
+		from = p->from;
+		err = pw_check_source(p, &s->src);
+		p->from = from;
+		if (err)
+			return err == PW_DROP_SPOOFED_SOURCE ? PW_DROP_SPOOFED_FLOW : err;
+	} else if (!(pw_is_syn(p) && pw_tcp_closed(f->tcp)) && !pw_flow_expired(&p->key, f)) {
+		err = 0;
+		if (!pw_fresh(f)) {
+			pw_count(PW_FLOW_STALE, p->hook, p->v6, skb->len);
+			err = pw_redecide(skb, p, f);
+		}
+		if (!err) {
+			s->fwd = *f;
+			if (s->fwd.key_hash != pw_key_hash(&p->key))
+				return PW_REVIEW_AGAIN;
+			if (s->fwd.verdict != PW_VERDICT_ALLOW)
+				return s->fwd.reason ?: PW_DROP_HELPER;
+			pw_flow_touch(p, &s->fwd, f, skb->len);
+			return PW_REVIEW_OK;
+		}
+	}
+	if (!pw_flow_claim(&p->key, f))
+		return PW_REVIEW_AGAIN;
+	pw_count(PW_FLOW_TAKEN_OVER, p->hook, p->v6, skb->len);
+	return PW_REVIEW_FREE;
+}
+
+/*
+ * Everything but the straight way. The tuple is looked up once more: it may
+ * have been promoted between the two tables' look-ups. 0 or a reason.
+ */
+__noinline int pw_slow(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	struct pw_flow *f;
+	int i, err;
 
 	if (!p)
 		return PW_DROP_HELPER;
-	pw_count(PW_FLOW_MISS, p->hook, p->v6, skb->len);
-	err = pw_decide(skb, p);
-	if (p->wrong_place && err == PW_DROP_SPOOFED_SOURCE)
-		err = PW_DROP_SPOOFED_FLOW;
-	return err;
-}
-
-/* The known flow's packet: fresh, or judged again. 0, a reason, or -1. */
-static __always_inline int pw_known(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow *f)
-{
-	if (!pw_gen_fresh(&f->src_gen) || !pw_gen_fresh(&f->dst_gen)) {
-		pw_count(PW_FLOW_STALE, p->hook, p->v6, skb->len);
-		if (pw_redecide(skb, p, f) < 0) {
-			pw_flow_forget(&p->key, f);
-			return -1;
-		}
+	for (i = 0; i < PW_TRIES; i++) {
+		f = pw_flow_find(&p->key);
+		if (!f)
+			break;
+		err = pw_review(skb, p, f);
+		if (err == PW_REVIEW_FREE)
+			break;
+		if (err != PW_REVIEW_AGAIN)
+			return err;
 	}
-	if (f->verdict != PW_VERDICT_ALLOW)
-		return f->reason;
-	pw_count(pw_flow_touch(p, f), p->hook, p->v6, skb->len);
-	return 0;
+	if (i == PW_TRIES)
+		return PW_DROP_FLOW_INSERT;
+	pw_count(PW_FLOW_MISS, p->hook, p->v6, skb->len);
+	return pw_decide(skb, p);
 }
 
 static __always_inline int pw_follow_error(struct __sk_buff *skb, struct pw_pkt *p)
@@ -82,34 +129,27 @@ static __always_inline int pw_follow_error(struct __sk_buff *skb, struct pw_pkt 
 		return pw_pass(skb, p);
 	if (err)
 		return pw_drop(skb, p, err);
-	return pw_act(skb, p, &s->fwd, 0);
+	return pw_act(skb, p, &s->fwd, PW_ACT_ERROR);
 }
 
 static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
 {
-	struct pw_scratch *s;
-	struct pw_flow *f;
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_flow *at = NULL;
 	int err;
 
+	if (!s)
+		return pw_drop(skb, p, PW_DROP_HELPER);
 	if (p->kind == PW_KIND_ICMP_ERROR)
 		return pw_follow_error(skb, p);
-	f = bpf_map_lookup_elem(&pw_flows, &p->key);
-	if (!f)
-		f = bpf_map_lookup_elem(&pw_flows_new, &p->key);
-	if (f && pw_usable(p, f)) {
-		err = pw_known(skb, p, f);
-		if (err > 0)
-			return pw_drop(skb, p, err);
-		if (!err)
-			return pw_act(skb, p, f, 1);
+	if (pw_flow_load(&p->key, &s->known, &at) && pw_current(p, &s->known)) {
+		pw_flow_touch(p, &s->known, at, skb->len);
+		return pw_act(skb, p, &s->known, PW_ACT_KNOWN);
 	}
 	err = pw_slow(skb, p);
 	if (err)
 		return pw_drop(skb, p, err);
-	s = pw_get_scratch();
-	if (!s)
-		return pw_drop(skb, p, PW_DROP_HELPER);
-	return pw_act(skb, p, &s->fwd, 1);
+	return pw_act(skb, p, &s->fwd, PW_ACT_FIRST);
 }
 
 #endif

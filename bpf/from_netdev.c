@@ -2,9 +2,11 @@
 /*
  * tc ingress of the node's devices. Most of what arrives is the host's own
  * and is left alone; what is meant for a pod is decided here, because the
- * host's FORWARD chain must have no say in it. VXLAN is left to the kernel's
- * device, behind which from_overlay decides.
+ * host's FORWARD chain must have no say in it. VXLAN of known flows is taken
+ * apart here; the rest of it is left to the kernel's device, behind which
+ * from_overlay decides.
  */
+#include "decap.h"
 #include "follow.h"
 
 static __always_inline int pw_is_vxlan(const struct pw_pkt *p)
@@ -16,7 +18,7 @@ SEC("tc")
 int from_netdev(struct __sk_buff *skb)
 {
 	struct pw_pkt p = { .hook = PW_FROM_NETDEV };
-	int err;
+	int err, act;
 
 	/* A bridge floods frames for others past us. */
 	if (skb->pkt_type != PW_PACKET_HOST)
@@ -24,8 +26,12 @@ int from_netdev(struct __sk_buff *skb)
 	err = pw_parse(skb, &p);
 	p.from.kind = PW_PLACE_WIRE;
 	p.from.id = skb->ifindex;
-	if (!err && (p.kind == PW_KIND_LINK || pw_is_vxlan(&p)))
+	if (!err && p.kind == PW_KIND_LINK)
 		return pw_pass(skb, &p);
+	if (!err && pw_is_vxlan(&p)) {
+		act = pw_decap(skb, &p);
+		return act == PW_NEXT ? pw_pass(skb, &p) : act;
+	}
 	/* Every map would take it for IPv4, and so may whatever comes after. */
 	if (err == PW_DROP_V4_MAPPED)
 		return pw_drop(skb, &p, err);

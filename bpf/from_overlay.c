@@ -13,6 +13,8 @@ int from_overlay(struct __sk_buff *skb)
 		return pw_drop(skb, &p, peer);
 	if (err)
 		return pw_drop(skb, &p, err);
+	if (pw_has_via(skb, 0))
+		p.key.via = p.from.id;
 	/* Nobody's neighbour lives behind the tunnel. */
 	if (p.kind == PW_KIND_LINK)
 		return pw_drop(skb, &p, PW_DROP_MULTICAST);

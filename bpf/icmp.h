@@ -11,7 +11,7 @@
 #include "flow.h"
 
 /* The embedded packet's tuple, turned round: the direction the error takes. */
-static __noinline int pw_embedded(struct __sk_buff *skb, __u32 off, __u32 v6, struct pw_flow_key *k)
+__noinline int pw_embedded(struct __sk_buff *skb, __u32 off, __u32 v6, struct pw_flow_key *k)
 {
 	__be16 ports[2] = {};
 	__u8 icmp[8];
@@ -65,7 +65,7 @@ static __noinline int pw_embedded(struct __sk_buff *skb, __u32 off, __u32 v6, st
  * Finds the flow an error is about and leaves its action, without
  * translation, in s->fwd. Returns 0 or a reason.
  */
-static __noinline int pw_icmp_error(struct __sk_buff *skb, struct pw_pkt *p)
+__noinline int pw_icmp_error(struct __sk_buff *skb, struct pw_pkt *p)
 {
 	struct pw_scratch *s = pw_get_scratch();
 	struct pw_target *src;

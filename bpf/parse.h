@@ -68,13 +68,17 @@ enum pw_kind {
 struct pw_pkt {
 	struct pw_flow_key key;
 	struct pw_place from;
+	__u16 l3;        /* offset of the IP header */
 	__u16 l4;        /* offset of the transport header */
+	__u16 headers;   /* length of IP and transport headers */
+	__u8 ecn;        /* the two ECN bits (RFC 3168) */
+	__u8 pad;
 	__u8 kind;       /* enum pw_kind */
 	__u8 v6;
 	__u8 ttl;        /* TTL or hop limit as it arrived */
 	__u8 tcp_flags;
 	__u8 hook;       /* enum pw_hook */
-	__u8 wrong_place; /* the tuple is live, but belongs to another place */
+	__u8 pad2;
 };
 
 static __always_inline void pw_addr_v4(struct pw_addr *a, __be32 v4)
@@ -163,6 +167,7 @@ static __always_inline int pw_parse_ports(struct __sk_buff *skb, struct pw_pkt *
 
 		if ((void *)(tcp + 1) > end || tcp->doff < 5 || tcp->doff * 4U > l4_len)
 			return PW_DROP_MALFORMED;
+		p->headers += tcp->doff * 4;
 		p->tcp_flags = ((__u8 *)tcp)[13];
 		p->key.sport = bpf_ntohs(tcp->source);
 		p->key.dport = bpf_ntohs(tcp->dest);
@@ -175,6 +180,7 @@ static __always_inline int pw_parse_ports(struct __sk_buff *skb, struct pw_pkt *
 		if (!skb->gso_size && (bpf_ntohs(udp->len) < sizeof(*udp) ||
 				       bpf_ntohs(udp->len) > l4_len))
 			return PW_DROP_MALFORMED;
+		p->headers += sizeof(*udp);
 		p->key.sport = bpf_ntohs(udp->source);
 		p->key.dport = bpf_ntohs(udp->dest);
 	} else if (p->key.proto == PW_PROTO_SCTP) {
@@ -239,11 +245,11 @@ static __always_inline int pw_parse_l4(struct __sk_buff *skb, struct pw_pkt *p, 
 	return pw_parse_ports(skb, p, l4_len);
 }
 
-static __always_inline int pw_parse_v4(struct __sk_buff *skb, struct pw_pkt *p)
+static __always_inline int pw_parse_v4(struct __sk_buff *skb, struct pw_pkt *p, __u32 base)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
-	struct iphdr *ip = data + ETH_HLEN;
-	__u32 have = skb->len - ETH_HLEN, total, header;
+	struct iphdr *ip = data + base + ETH_HLEN;
+	__u32 have = skb->len - base - ETH_HLEN, total, header;
 
 	if ((void *)(ip + 1) > end || ip->version != 4)
 		return PW_DROP_MALFORMED;
@@ -258,7 +264,10 @@ static __always_inline int pw_parse_v4(struct __sk_buff *skb, struct pw_pkt *p)
 		return PW_DROP_MALFORMED;
 	p->key.proto = ip->protocol;
 	p->ttl = ip->ttl;
-	p->l4 = ETH_HLEN + header;
+	p->ecn = ip->tos & 3;
+	p->l3 = base + ETH_HLEN;
+	p->l4 = base + ETH_HLEN + header;
+	p->headers = header;
 	p->kind = PW_KIND_NONE;
 	if (ip->frag_off & bpf_htons(PW_IP_MF_OFFSET))
 		return PW_DROP_FRAGMENT;
@@ -295,17 +304,18 @@ static __always_inline int pw_walk_v6(struct __sk_buff *skb, __u8 *next, __u32 *
 			*off += (h[1] + 1) * 8;
 		}
 		*next = h[0];
-		if (*off > PW_PULL - sizeof(struct tcphdr))
+		if (*off > PW_PULL - 2 * sizeof(struct tcphdr))
 			return PW_DROP_EXT_HEADERS;
 	}
 	return PW_DROP_EXT_HEADERS;
 }
 
-static __always_inline int pw_parse_v6(struct __sk_buff *skb, struct pw_pkt *p)
+static __always_inline int pw_parse_v6(struct __sk_buff *skb, struct pw_pkt *p, __u32 base)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
-	struct ipv6hdr *ip = data + ETH_HLEN;
-	__u32 have = skb->len - ETH_HLEN - sizeof(*ip), payload, off = ETH_HLEN + sizeof(*ip);
+	__u32 payload_off = base + ETH_HLEN + sizeof(struct ipv6hdr);
+	struct ipv6hdr *ip = data + base + ETH_HLEN;
+	__u32 have = skb->len - payload_off, payload, off = payload_off;
 	__u8 next;
 	int err;
 
@@ -323,45 +333,51 @@ static __always_inline int pw_parse_v6(struct __sk_buff *skb, struct pw_pkt *p)
 	if (payload > have)
 		return PW_DROP_MALFORMED;
 	p->ttl = ip->hop_limit;
+	p->ecn = (ip->flow_lbl[0] >> 4) & 3;
+	p->l3 = base + ETH_HLEN;
 	p->kind = PW_KIND_NONE;
 	next = ip->nexthdr;
 	err = pw_walk_v6(skb, &next, &off);
 	p->key.proto = next;
 	p->l4 = off;
+	p->headers = off - base - ETH_HLEN;
 	if (err)
 		return err;
-	if (off - ETH_HLEN - sizeof(*ip) > payload)
+	if (off - payload_off > payload)
 		return PW_DROP_MALFORMED;
-	return pw_parse_l4(skb, p, payload - (off - ETH_HLEN - sizeof(*ip)));
+	return pw_parse_l4(skb, p, payload - (off - payload_off));
 }
 
 /*
- * Fills p from the frame. Returns 0, or the reason why the packet can't be
- * followed; key.src and key.dst are set as far as they were readable (zero
- * if not). The caller decides what an unreadable packet means at its hook.
+ * Fills p from the frame that starts at base (0, or behind a tunnel header).
+ * Returns 0, or the reason why the packet can't be followed; key.src and
+ * key.dst are set as far as they were readable (zero if not). The caller
+ * decides what an unreadable packet means at its hook.
  */
-static __always_inline int pw_parse(struct __sk_buff *skb, struct pw_pkt *p)
+static __always_inline int pw_parse_at(struct __sk_buff *skb, struct pw_pkt *p, __u32 base)
 {
-	void *data, *end;
-	struct ethhdr *eth;
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	struct ethhdr *eth = data + base;
 
-	pw_pull(skb);
-	data = (void *)(long)skb->data;
-	end = (void *)(long)skb->data_end;
-	eth = data;
 	if ((void *)(eth + 1) > end)
 		return PW_DROP_MALFORMED;
-	if (skb->vlan_present)
-		return PW_DROP_UNKNOWN_L3;
 	if (eth->h_proto == bpf_htons(ETH_P_IP))
-		return pw_parse_v4(skb, p);
+		return pw_parse_v4(skb, p, base);
 	if (eth->h_proto == bpf_htons(ETH_P_IPV6))
-		return pw_parse_v6(skb, p);
+		return pw_parse_v6(skb, p, base);
 	if (eth->h_proto == bpf_htons(ETH_P_ARP)) {
 		p->kind = PW_KIND_LINK;
 		return 0;
 	}
 	return PW_DROP_UNKNOWN_L3;
+}
+
+static __always_inline int pw_parse(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	pw_pull(skb);
+	if (skb->vlan_present)
+		return PW_DROP_UNKNOWN_L3;
+	return pw_parse_at(skb, p, 0);
 }
 
 #endif

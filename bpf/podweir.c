@@ -4,6 +4,7 @@
 #include "from_overlay.c"
 #include "from_pod.c"
 #include "maps.h"
+#include "sweep.c"
 #include "to_overlay.c"
 #include "to_pod.c"
 
@@ -19,4 +20,5 @@ const volatile enum pw_tcp_state pw_btf_tcp = PW_TCP_RST;
 const volatile enum pw_service_flags pw_btf_svc = PW_SVC_ADDR_OWNED;
 const volatile enum pw_identity pw_btf_identity = PW_ID_UNKNOWN;
 const volatile enum pw_peer_flags pw_btf_peer = PW_PEER_POD;
+const volatile enum pw_node_flags pw_btf_node = PW_NODE_DIRECT;
 const volatile enum pw_policy_kind pw_btf_policy = PW_POL_PORT;

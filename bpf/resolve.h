@@ -29,6 +29,14 @@ static __always_inline __u32 pw_gen(__u32 slot)
 	return gen ? *(volatile __u32 *)gen : 0;
 }
 
+/* Is this node's traffic routed as it is, without the tunnel? */
+static __always_inline int pw_node_direct(__u32 id)
+{
+	struct pw_node *node = bpf_map_lookup_elem(&pw_nodes, &id);
+
+	return node && node->flags & PW_NODE_DIRECT;
+}
+
 static __always_inline struct pw_peer *pw_peer_lookup(const struct pw_addr *addr)
 {
 	struct pw_peer *peer = bpf_map_lookup_elem(&pw_addrs, addr);

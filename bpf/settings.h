@@ -19,6 +19,13 @@ const volatile __u16 cfg_vxlan_port = 4789;
 /* skb mark bit of a packet that one of our hooks has already decided. */
 const volatile __u32 cfg_mark = 0x1000;
 
+/*
+ * Source ports given to flows whose own is taken: outside the NodePort range
+ * and the usual ip_local_port_range.
+ */
+const volatile __u16 cfg_port_min = 1024;
+const volatile __u16 cfg_port_max = 29999;
+
 /* How long an idle flow is kept, in nanoseconds. */
 const volatile __u64 cfg_tcp_new = 60 * PW_SEC;
 const volatile __u64 cfg_tcp_established = 86400 * PW_SEC;

@@ -8,7 +8,93 @@
 #include "settings.h"
 
 #define PW_TUNNEL_TTL 64
+
+/*
+ * Inner source addresses between nodes. The second says that the packet's
+ * source is outside the cluster and entered at the sending node: the flow's
+ * key then carries that node (via), because one client port towards two
+ * entry nodes and one backend are two flows.
+ */
+#define PW_SRC_MAC { 0x02, 'p', 'w', 0, 0, 0x01 }
+#define PW_VIA_MAC { 0x02, 'p', 'w', 0, 0, 0x02 }
 #define PW_PACKET_HOST 0
+
+/* Outer source ports, from the flow: the dynamic range (RFC 6335). */
+static __always_inline __u16 pw_outer_sport(__u32 hash)
+{
+	return 0xc000 | ((hash ^ (hash >> 16)) & 0x3fff);
+}
+
+/*
+ * Does the packet (every segment of it) fit the way to the node under our
+ * own header? What does not is left to the device, which fragments.
+ */
+static __always_inline int pw_fits(const struct __sk_buff *skb, const struct pw_pkt *p,
+				   const struct pw_node *node)
+{
+	__u32 size = skb->gso_size ? skb->gso_size + p->headers : skb->len - ETH_HLEN;
+
+	/* The outer lengths are 16 bits wide, segmented or not. */
+	return size <= node->mtu && skb->len + PW_ENCAP_LEN < 0xffff;
+}
+
+/*
+ * Puts the node's header before the packet. The kernel refuses what is
+ * encapsulated already, and GSO kinds it cannot nest: then nothing has
+ * changed and the device takes the packet. Returns 0 when done.
+ */
+static __always_inline int pw_encap(struct __sk_buff *skb, const struct pw_pkt *p,
+				    const struct pw_node *node, __u32 hash)
+{
+	__u64 flags = BPF_F_ADJ_ROOM_FIXED_GSO | BPF_F_ADJ_ROOM_ENCAP_L3_IPV4 |
+		      BPF_F_ADJ_ROOM_ENCAP_L4_UDP | BPF_F_ADJ_ROOM_ENCAP_L2(ETH_HLEN) |
+		      BPF_F_ADJ_ROOM_ENCAP_L2_ETH;
+	void *data, *end;
+	__u64 *to, sum;
+	__u16 len;
+	int i;
+
+	if (bpf_skb_adjust_room(skb, PW_ENCAP_LEN, BPF_ADJ_ROOM_MAC, flags))
+		return -1;
+	data = (void *)(long)skb->data;
+	end = (void *)(long)skb->data_end;
+	if (data + PW_HDR_LEN > end)
+		return -1;
+	to = data;
+#pragma unroll
+	for (i = 0; i < PW_HDR_LEN / 8; i++)
+		to[i] = ((const __u64 *)node->header)[i];
+
+	len = skb->len - ETH_HLEN;
+	{
+		struct iphdr *ip = data + PW_HDR_IP;
+		struct udphdr *udp = data + PW_HDR_UDP;
+		struct ethhdr *inner = data + PW_HDR_INNER;
+
+		ip->tos = p->ecn;
+		ip->tot_len = bpf_htons(len);
+		/* May be fragmented on the way, like the device's packets. */
+		ip->id = bpf_get_prandom_u32();
+		sum = (__u64)node->header_sum + bpf_htons(p->ecn) + ip->tot_len + ip->id;
+		sum = (sum & 0xffff) + (sum >> 16);
+		sum = (sum & 0xffff) + (sum >> 16);
+		ip->check = ~sum;
+		udp->source = bpf_htons(pw_outer_sport(hash));
+		udp->len = bpf_htons(len - sizeof(*ip));
+		if (p->v6)
+			inner->h_proto = bpf_htons(ETH_P_IPV6);
+	}
+	return 0;
+}
+
+static __always_inline int pw_has_via(struct __sk_buff *skb, __u32 base)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	static const __u8 via[6] = PW_VIA_MAC;
+	struct ethhdr *eth = data + base;
+
+	return (void *)(eth + 1) <= end && !__builtin_memcmp(eth->h_source, via, 6);
+}
 
 /* The device sends the frame where this key says. */
 static __always_inline int pw_set_tunnel(struct __sk_buff *skb, const struct pw_node *node)

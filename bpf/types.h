@@ -32,9 +32,12 @@ enum pw_reason {
 	/* What became of packets that were let through. */
 	PW_PASS = 0,          /* not ours: left to the kernel untouched */
 	PW_FWD_LOCAL = 1,     /* to a pod of this node */
-	PW_FWD_TUNNEL = 2,    /* to another node through the tunnel */
+	PW_FWD_TUNNEL = 2,    /* to another node through the tunnel device */
 	PW_FWD_WIRE = 3,      /* out of a device, not encapsulated */
 	PW_FWD_HOST = 4,      /* up to this node's own stack */
+	PW_FWD_ENCAP = 5,     /* to another node, tunnel header put on by us */
+	PW_FWD_DECAP = 6,     /* to a pod of this node, tunnel header taken off by us */
+	PW_FWD_DIRECT = 7,    /* to another node's pod, routed without a tunnel */
 
 	/* What the flow engine did. */
 	PW_FLOW_HIT = 8,      /* found at the first lookup: confirmed flow */
@@ -46,6 +49,9 @@ enum pw_reason {
 	PW_FLOW_RACE_LOST = 14, /* another CPU created it first; its entry used */
 	PW_FLOW_TABLE_FULL = 15, /* could not be confirmed; goes on unconfirmed */
 	PW_FLOW_MIDSTREAM = 16,  /* TCP picked up in the middle */
+	PW_FLOW_TAKEN_OVER = 17, /* an outlived flow made room for its tuple's next */
+	PW_FLOW_PORT_CHANGED = 18, /* source port translated: reply tuple was taken */
+	PW_FLOW_SWEPT = 19,      /* an idle flow removed on the agent's request */
 
 	/* Drops. */
 	PW_DROP_MALFORMED = 32,      /* truncated or inconsistent headers */
@@ -187,7 +193,8 @@ struct pw_flow {
 	struct pw_gen_ref dst_gen; /* and (translated) destination */
 	__u32 service;      /* id of the service, 0 = none */
 	__u32 rule;         /* rule reference of the verdict, 0 = not isolated */
-	__u32 key_hash;     /* of the key: a recycled value is recognised */
+	__u32 key_hash;     /* of the key; 0 = being removed: a recycled or claimed
+			     * value is recognised */
 	__u32 pad;
 };
 PW_ASSERT_SIZE(struct pw_flow, 128);
@@ -277,13 +284,40 @@ struct pw_prefix_key {
 };
 PW_ASSERT_SIZE(struct pw_prefix_key, 20);
 
-/* A tunnel peer; index = node id, 1-based. Zero addr = no such node. */
-struct pw_node {
-	struct pw_addr addr; /* outer destination */
-	__u8 mac[6];         /* of its podweir.vxlan */
-	__u16 pad;
+enum pw_node_flags {
+	PW_NODE_DIRECT = 1, /* its pods are reached by plain routing */
 };
-PW_ASSERT_SIZE(struct pw_node, 24);
+
+/*
+ * A tunnel peer; index = node id, 1-based. Zero addr = no such node.
+ *
+ * header is what stands before the inner IP header on the wire: outer
+ * Ethernet (addresses left to the neighbour table), IPv4, UDP, VXLAN, inner
+ * Ethernet. Lengths, identification, checksums and the UDP source port are 0
+ * in it; header_sum is the ones' complement sum of its IPv4 header. It is
+ * used when mtu is not 0, else the tunnel device sends.
+ */
+struct pw_node {
+	struct pw_addr addr;    /* outer destination */
+	struct pw_addr nexthop; /* towards addr */
+	struct pw_addr nexthop6; /* the same for IPv6 when routed directly */
+	__u32 ifindex;          /* device towards addr */
+	__u16 mtu;              /* inner IP bytes that fit a frame; 0 = no header */
+	__u16 header_sum;
+	__u8 mac[6];            /* of its podweir.vxlan */
+	__u16 flags;            /* enum pw_node_flags */
+	__u8 header[64];
+};
+PW_ASSERT_SIZE(struct pw_node, 128);
+
+/* Offsets in pw_node.header. */
+#define PW_HDR_IP 14
+#define PW_HDR_UDP 34
+#define PW_HDR_VXLAN 42
+#define PW_HDR_INNER 50
+#define PW_HDR_LEN 64
+/* What a VXLAN header over IPv4 adds between Ethernet and the inner packet. */
+#define PW_ENCAP_LEN 50
 
 /* ---- policy --------------------------------------------------------- */
 
