@@ -159,7 +159,7 @@ func TestRoadsTCP(t *testing.T) {
 				answer.flags = syn | ack
 				w.check(rd.answer(answer), rd.in, first.dst, first.src, hitNew)
 				first.flags = ack
-				w.check(rd.send(first), rd.out, got.src, got.dst, confirmed)
+				w.check(rd.send(first), rd.out, got.src, got.dst, hitNew, confirmed)
 				w.entries(rd, first, answer, true)
 				for range 3 {
 					first.flags, answer.flags = ack|psh, ack|psh
@@ -204,7 +204,7 @@ func TestRoadsUDP(t *testing.T) {
 				w.entries(rd, first, answer, false)
 				w.check(rd.answer(answer), rd.in, first.dst, first.src, hitNew)
 				w.check(rd.answer(answer), rd.in, first.dst, first.src, hitNew)
-				w.check(rd.send(first), rd.out, got.src, got.dst, confirmed)
+				w.check(rd.send(first), rd.out, got.src, got.dst, hitNew, confirmed)
 				w.entries(rd, first, answer, true)
 				w.check(rd.send(first), rd.out, got.src, got.dst, hit)
 				w.check(rd.answer(answer), rd.in, first.dst, first.src, hit)
@@ -240,7 +240,7 @@ func TestRoadsWithoutPorts(t *testing.T) {
 				first.src, first.dst = ap(rd.src, 5), ap(rd.asked, 6)
 				w.check(rd.send(first), rd.out, first.src, first.dst, miss, created)
 				w.check(rd.answer(first.back()), rd.in, first.dst, first.src, hitNew)
-				w.check(rd.send(first), rd.out, first.src, first.dst, confirmed)
+				w.check(rd.send(first), rd.out, first.src, first.dst, hitNew, confirmed)
 			})
 		}
 	})
