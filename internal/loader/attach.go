@@ -200,7 +200,8 @@ func (d *Datapath) alive(a *attachment) (bool, error) {
 	}
 	pin := a.key.pin(d.cfg.BPFFS)
 	if _, err := os.Stat(pin); errors.Is(err, os.ErrNotExist) {
-		if err := a.link.Pin(pin); err != nil {
+		// The link remembers its pin and would not make the same one again.
+		if err := errors.Join(a.link.Unpin(), a.link.Pin(pin)); err != nil {
 			return true, fmt.Errorf("pin %v again at %s: %w", a, pin, err)
 		}
 	}
