@@ -25,6 +25,14 @@ func (w *world) seeds(h hook) [][]byte {
 			out = append(out, fr.bytes(w.t))
 		}
 	}
+	if h == fromNetdev {
+		// Behind a tunnel header, of the flow that TestMutations opens.
+		c := w.conn(40000)
+		for _, flags := range []uint8{ack, fin | ack, rst} {
+			c.answer.flags = flags
+			out = append(out, w.wrap(outer().nodeB, c.answer.bytes(w.t)))
+		}
+	}
 	return append(out, ethernet(0x0806, make([]byte, 28)), ethernet(0x8100, make([]byte, 60)))
 }
 
@@ -70,6 +78,11 @@ func TestMutations(t *testing.T) {
 			t.Run(maps.HookName(h), func(t *testing.T) {
 				w.t = t
 				w.fill()
+				w.ways()
+				c := w.conn(40000)
+				c.send(syn)
+				c.answer.flags = syn | ack
+				w.arrive(outer().nodeB, c.answer).is(fwdDecap, hitNew)
 				r := rand.New(rand.NewPCG(uint64(h), 42))
 				seeds := w.seeds(h)
 				for range perHook {
