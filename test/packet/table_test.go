@@ -183,7 +183,11 @@ func TestParallelFirstPackets(t *testing.T) {
 					for turn[cpu].Store(int64(i)); turn[1-cpu].Load() < int64(i); {
 						runtime.Gosched()
 					}
-					for range i % 50 * (20 * cpu) { // find the moment
+					late := i % 50 // find the moment: now one is late, now the other
+					if cpu == 0 {
+						late = 50 - late
+					}
+					for range 40 * late {
 						_ = turn[cpu].Load()
 					}
 					out, err := w.quick(devClient, pkt)
