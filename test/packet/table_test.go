@@ -123,6 +123,31 @@ func TestOutlivedReplyTuple(t *testing.T) {
 	})
 }
 
+// A flood of first packets, answered or not, pushes out its own kind only.
+func TestFloodLeavesEstablishedFlows(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		c := w.conn(60000).open()
+		fr := tcp(ap(w.f.third, 1), ap(w.f.remote, podPort), syn)
+		pkt := fr.bytes(t)
+		copy(pkt, w.devs[devThird].mac)
+		ports := len(pkt) - 20 // of the TCP header
+		const flood = 40000    // more than pw_flows_new holds
+		for i := range flood {
+			pkt[ports], pkt[ports+1] = byte(i>>8), byte(i)
+			if _, err := w.quick(devThird, pkt); err != nil {
+				t.Fatal(err)
+			}
+		}
+		w.last = nil
+		confirmed, err := w.set.Flows.Dump()
+		if err != nil || len(confirmed) != 2 {
+			t.Fatalf("%d entries of established flows, %v", len(confirmed), err)
+		}
+		c.send(ack).is(fwdTunnel, hit)
+		c.reply(ack).is(fwdLocal, hit)
+	})
+}
+
 // One of the two entries was pushed out: its flow is made whole again.
 func TestHalfAFlow(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {
