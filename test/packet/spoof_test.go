@@ -28,7 +28,7 @@ func TestSpoofedFlow(t *testing.T) {
 		} {
 			t.Run(name, func(t *testing.T) {
 				r.t = t
-				r.is(spoofedFlow, miss)
+				r.is(spoofedFlow)
 			})
 		}
 		c.send(ack).is(fwdTunnel, hit)
@@ -40,15 +40,15 @@ func TestSpoofedFlowOfHostAndWire(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {
 		host := udp(ap(w.f.nodeA, 40000), ap(w.f.client, podPort))
 		w.deliver(devClient, "", host).is(fwdLocal, miss, created)
-		w.wire(host).is(spoofedFlow, miss)
-		w.tunnel(w.f.nodeB, host).is(spoofedFlow, miss)
-		w.pod(devThird, host).is(spoofedFlow, miss)
+		w.wire(host).is(spoofedFlow)
+		w.tunnel(w.f.nodeB, host).is(spoofedFlow)
+		w.pod(devThird, host).is(spoofedFlow)
 		w.deliver(devClient, "", host).is(fwdLocal, hitNew)
 
 		world := udp(ap(w.f.world, 40000), ap(w.f.client, podPort))
 		w.wire(world).is(fwdLocal, miss, created)
-		w.tunnel(w.f.nodeB, world).is(spoofedFlow, miss)
-		w.pod(devThird, world).is(spoofedFlow, miss)
+		w.tunnel(w.f.nodeB, world).is(spoofedFlow)
+		w.pod(devThird, world).is(spoofedFlow)
 		// The wire is one place: another device will do.
 		w.run(shot{hook: fromNetdev, dev: devWire2, pkt: world.bytes(t)}).is(fwdLocal, hitNew)
 	})
