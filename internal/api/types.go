@@ -1,0 +1,189 @@
+package api
+
+import (
+	"net/netip"
+	"time"
+)
+
+// Paths under the agent's socket.
+const (
+	PathStatus    = "/v1/status"
+	PathServices  = "/v1/services"
+	PathEndpoints = "/v1/endpoints"
+	PathPolicy    = "/v1/policy"
+)
+
+// Error is the body of an answer that is no success.
+type Error struct {
+	Message string `json:"error"`
+}
+
+// Status is what the agent knows of itself.
+type Status struct {
+	// Node is the name of the agent's own Node object.
+	Node    string `json:"node"`
+	Version string `json:"version"`
+	// UptimeSeconds counts from the start of the process.
+	UptimeSeconds float64 `json:"uptimeSeconds"`
+	// Ready: programs attached, sources synced, first full apply done.
+	Ready bool `json:"ready"`
+	// NotReady says what Ready waits for; empty when ready.
+	NotReady []string `json:"notReady,omitempty"`
+	// Synced: every source has delivered its first list.
+	Synced  bool     `json:"synced"`
+	Sources []Source `json:"sources"`
+	// Problems are the objects and devices that could not be used.
+	Problems []Problem `json:"problems"`
+	// Nodes are the nodes known, this one included, with their ids.
+	Nodes   []Node   `json:"nodes"`
+	Devices []Device `json:"devices"`
+	// MTU is that of pods.
+	MTU    int    `json:"mtu"`
+	Tunnel Tunnel `json:"tunnel"`
+	// ServiceCIDRs are the service ranges in force.
+	ServiceCIDRs []netip.Prefix `json:"serviceCIDRs,omitempty"`
+}
+
+// Source is one place that objects come from.
+type Source struct {
+	// Kind is "directory" or "api".
+	Kind string `json:"kind"`
+	// Location is the directory or the server's address.
+	Location string `json:"location"`
+	Synced   bool   `json:"synced"`
+}
+
+// Problem is something that could not be used; it stays until it is mended.
+type Problem struct {
+	// Object is "Service default/web", "Device eth0", or empty.
+	Object string    `json:"object,omitempty"`
+	File   string    `json:"file,omitempty"`
+	Line   int       `json:"line,omitempty"`
+	Error  string    `json:"error"`
+	Since  time.Time `json:"since"`
+}
+
+// Node is a node as the datapath knows it.
+type Node struct {
+	// ID is the index into pw_nodes; 0 for this node itself.
+	ID   uint32 `json:"id"`
+	Name string `json:"name"`
+	// Addr is the tunnel's end; the zero address when the node has none.
+	Addr     netip.Addr     `json:"addr"`
+	PodCIDRs []netip.Prefix `json:"podCIDRs"`
+	Self     bool           `json:"self,omitempty"`
+}
+
+// Device is a device of the node that programs are attached to.
+type Device struct {
+	Name    string `json:"name"`
+	Ifindex int    `json:"ifindex"`
+	// Role is "pod", "netdev" or "overlay".
+	Role  string       `json:"role"`
+	MTU   int          `json:"mtu"`
+	Addrs []netip.Addr `json:"addrs,omitempty"`
+}
+
+// Tunnel describes the overlay device.
+type Tunnel struct {
+	Device string     `json:"device"`
+	VNI    uint32     `json:"vni"`
+	Port   uint16     `json:"port"`
+	Addr   netip.Addr `json:"addr"`
+	MAC    string     `json:"mac"`
+	MTU    int        `json:"mtu"`
+}
+
+// Services names the service ids of pw_services.
+type Services struct {
+	Services []Service `json:"services"`
+}
+
+// Service is one port of a service in one family.
+type Service struct {
+	Namespace string `json:"namespace"`
+	Name      string `json:"name"`
+	// Port is the name of the service port; empty when it has none.
+	Port string `json:"port,omitempty"`
+	// Protocol is TCP, UDP or SCTP.
+	Protocol  string           `json:"protocol"`
+	ID        uint32           `json:"id"`
+	Frontends []netip.AddrPort `json:"frontends"`
+	Backends  []netip.AddrPort `json:"backends"`
+}
+
+// Endpoints lists the pods that the CNI plugged in on this node.
+type Endpoints struct {
+	Endpoints []Endpoint `json:"endpoints"`
+}
+
+// Endpoint is a pod of this node.
+type Endpoint struct {
+	// ID is that of pw_endpoints.
+	ID          uint32       `json:"id"`
+	Namespace   string       `json:"namespace"`
+	Pod         string       `json:"pod"`
+	UID         string       `json:"uid,omitempty"`
+	ContainerID string       `json:"containerID"`
+	IfName      string       `json:"ifName"`
+	HostIfName  string       `json:"hostIfName"`
+	HostIfindex int          `json:"hostIfindex"`
+	Addrs       []netip.Addr `json:"addrs"`
+	MAC         string       `json:"mac"`
+}
+
+// Policy names what stands in pw_policy.
+type Policy struct {
+	// Rules by the reference that a verdict carries.
+	Rules map[uint32]Rule `json:"rules"`
+	// Endpoints are the pods of this node and the tables they use.
+	Endpoints []PolicyEndpoint `json:"endpoints"`
+	// Identities in force, those of the enum left out.
+	Identities []Identity `json:"identities"`
+	// PortClasses are the ranges behind the classes of pw_port_class.
+	PortClasses []PortClass `json:"portClasses,omitempty"`
+}
+
+// Rule is one rule of a policy.
+type Rule struct {
+	Namespace string `json:"namespace"`
+	Name      string `json:"name"`
+	// Direction is "ingress" or "egress".
+	Direction string `json:"direction"`
+	// Index counts the rules of the direction from 0; -1 stands for no rule
+	// of a policy (a node reaching its own pods).
+	Index int `json:"index"`
+}
+
+// PolicyEndpoint is what policy makes of a pod of this node.
+type PolicyEndpoint struct {
+	Namespace string       `json:"namespace"`
+	Pod       string       `json:"pod"`
+	Addrs     []netip.Addr `json:"addrs"`
+	// Identity is the one that other pods' tables know this pod by.
+	Identity uint32 `json:"identity"`
+	// Ingress and Egress are table ids; 0 = not isolated.
+	Ingress uint32 `json:"ingress"`
+	Egress  uint32 `json:"egress"`
+	// Policies that select the pod, as namespace/name.
+	Policies []string `json:"policies"`
+}
+
+// Identity is a class of peers that no policy tells apart.
+type Identity struct {
+	ID uint32 `json:"id"`
+	// Description says what its members have in common.
+	Description string `json:"description"`
+	// Addrs are the members, prefixes for CIDRs; of a large identity the
+	// first of them.
+	Addrs []netip.Prefix `json:"addrs"`
+	// Count is the number of members.
+	Count int `json:"count"`
+}
+
+// PortClass is a class of ports that no port range in force tells apart.
+type PortClass struct {
+	Class uint16 `json:"class"`
+	// Ranges as "8000-8080" or "53".
+	Ranges []string `json:"ranges"`
+}

@@ -1,0 +1,81 @@
+package cli
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net"
+	"net/http"
+	"time"
+
+	"github.com/podweir/podweir/internal/api"
+)
+
+// Agent answers the requests of package api.
+type Agent interface {
+	// Get decodes the answer to a GET of path.
+	Get(ctx context.Context, path string, into any) error
+}
+
+// agentTimeout bounds a request: a stuck agent must not hang a command that
+// can do without it.
+const agentTimeout = 3 * time.Second
+
+// DialAgent returns the agent that listens on a unix socket. It connects
+// with the first request.
+func DialAgent(socket string) Agent {
+	return socketAgent{socket, &http.Client{
+		Timeout: agentTimeout,
+		Transport: &http.Transport{
+			DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+				var d net.Dialer
+				return d.DialContext(ctx, "unix", socket)
+			},
+		},
+	}}
+}
+
+type socketAgent struct {
+	socket string
+	client *http.Client
+}
+
+func (a socketAgent) Get(ctx context.Context, path string, into any) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://agent"+path, nil)
+	if err != nil {
+		return err
+	}
+	resp, err := a.client.Do(req)
+	switch {
+	case errors.Is(err, fs.ErrPermission):
+		return &agentDownError{fmt.Errorf("no permission for the agent's socket %s; run as root", a.socket)}
+	case err != nil:
+		// The dialer's error says what failed; the URL around it says nothing.
+		if op := (*net.OpError)(nil); errors.As(err, &op) {
+			err = op.Err
+		}
+		return &agentDownError{fmt.Errorf("the agent does not answer on %s (%w); start it, or pass its socket with --socket", a.socket, err)}
+	}
+	defer func() { _ = resp.Body.Close() }()
+	if resp.StatusCode >= 400 {
+		var e api.Error
+		body, _ := io.ReadAll(io.LimitReader(resp.Body, 4096))
+		if json.Unmarshal(body, &e) != nil || e.Message == "" {
+			e.Message = resp.Status
+		}
+		return fmt.Errorf("agent on %s: %s: %s", a.socket, path, e.Message)
+	}
+	if err := json.NewDecoder(resp.Body).Decode(into); err != nil {
+		return fmt.Errorf("agent on %s: %s: %w", a.socket, path, err)
+	}
+	return nil
+}
+
+// agentDownError: no agent answers, so that asking on is useless.
+type agentDownError struct{ err error }
+
+func (e *agentDownError) Error() string { return e.err.Error() }
+func (e *agentDownError) Unwrap() error { return e.err }

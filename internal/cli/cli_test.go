@@ -1,0 +1,263 @@
+package cli
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io/fs"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/podweir/podweir/internal/api"
+)
+
+var update = flag.Bool("update", false, "rewrite the files in testdata")
+
+// run runs the command over m and agent and returns all it printed, with
+// its exit status when that is not 0.
+func run(m *fakeMaps, agent Agent, args ...string) string {
+	var stdout, stderr bytes.Buffer
+	status := Run(context.Background(), args, Env{
+		OpenMaps: func(bpffs string) (Maps, error) {
+			if m == nil {
+				return nil, &exitError{exitNoMaps, fmt.Errorf("no datapath under %s: %w", bpffs, fs.ErrNotExist)}
+			}
+			return m, nil
+		},
+		DialAgent: func(string) Agent { return agent },
+		Now:       func() uint64 { return bootTime },
+		IfName: func(ifindex uint32) string {
+			return map[uint32]string{2: "eth0", 7: "pw00000000001", 9: "pw00000000002"}[ifindex]
+		},
+		Stdout: &stdout, Stderr: &stderr,
+	})
+	out := stdout.String()
+	if stderr.Len() > 0 {
+		out += "-- stderr --\n" + stderr.String()
+	}
+	if status != 0 {
+		out += fmt.Sprintf("-- exit status %d --\n", status)
+	}
+	return out
+}
+
+func TestGolden(t *testing.T) {
+	empty := &fakeMaps{}
+	down := fakeAgent(nil)
+	broken := planMaps()
+	broken.err = errors.New("pw_flows: reading all entries: input/output error")
+	noPolicy := planAgent()
+	delete(noPolicy, api.PathPolicy)
+	tests := []struct {
+		name  string
+		maps  *fakeMaps
+		agent fakeAgent
+		args  string
+	}{
+		{"status", planMaps(), planAgent(), "status"},
+		{"status-json", planMaps(), planAgent(), "status -o json"},
+		{"status-down", planMaps(), down, "status"},
+		{"status-no-maps", nil, planAgent(), "status"},
+		{"status-nothing", nil, down, "status"},
+		{"services", planMaps(), planAgent(), "services"},
+		{"services-wide", planMaps(), planAgent(), "services -o wide"},
+		{"services-json", planMaps(), planAgent(), "services -o json"},
+		{"services-down", planMaps(), down, "services"},
+		{"services-empty", empty, planAgent(), "services"},
+		{"flows", planMaps(), planAgent(), "flows"},
+		{"flows-wide", planMaps(), planAgent(), "flows -o wide"},
+		{"flows-json", planMaps(), planAgent(), "flows -o json --proto tcp"},
+		{"flows-down", planMaps(), down, "flows"},
+		{"flows-empty", empty, planAgent(), "flows"},
+		{"flows-partial-agent", planMaps(), noPolicy, "flows --proto udp"},
+		{"endpoints", planMaps(), planAgent(), "endpoints"},
+		{"endpoints-wide", planMaps(), planAgent(), "endpoints -o wide"},
+		{"endpoints-json", planMaps(), planAgent(), "endpoints -o json"},
+		{"endpoints-down", planMaps(), down, "endpoints"},
+		{"policy", planMaps(), planAgent(), "policy"},
+		{"policy-pod", planMaps(), planAgent(), "policy default/local"},
+		{"policy-pod-wide", planMaps(), planAgent(), "policy default/local -o wide"},
+		{"policy-pod-json", planMaps(), planAgent(), "policy default/local -o json"},
+		{"policy-open", planMaps(), planAgent(), "policy fd00:10:244:50::65"},
+		{"policy-down", planMaps(), down, "policy 10.244.80.66"},
+		{"policy-down-name", planMaps(), down, "policy default/local"},
+		{"policy-unknown", planMaps(), planAgent(), "policy default/nobody"},
+		{"policy-unknown-addr", planMaps(), planAgent(), "policy 10.244.80.99"},
+		{"nodes", planMaps(), planAgent(), "nodes"},
+		{"nodes-json", planMaps(), planAgent(), "nodes -o json"},
+		{"nodes-down", planMaps(), down, "nodes"},
+		{"metrics", planMaps(), down, "metrics"},
+		{"metrics-drops", planMaps(), down, "metrics --drops"},
+		{"metrics-json", planMaps(), down, "metrics -o json"},
+		{"metrics-empty", empty, down, "metrics"},
+		{"no-maps", nil, planAgent(), "flows --bpffs /sys/fs/bpf/elsewhere"},
+		{"broken-map", broken, planAgent(), "flows"},
+		{"unknown-command", planMaps(), planAgent(), "flow"},
+		{"unknown-flag", planMaps(), planAgent(), "flows --colour"},
+		{"unknown-output", planMaps(), planAgent(), "flows -o yaml"},
+		{"too-many-arguments", planMaps(), planAgent(), "policy one two"},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			var agent Agent = tt.agent
+			got := run(tt.maps, agent, strings.Fields(tt.args)...)
+			for line := range strings.Lines(got) {
+				if strings.TrimRight(line, " \n") != strings.TrimSuffix(line, "\n") {
+					t.Errorf("blanks at the end of %q", line)
+				}
+			}
+			if m := tt.maps; m != nil && m != empty && m.closed > 1 {
+				t.Errorf("maps closed %d times", m.closed)
+			}
+			got = "$ podweir " + tt.args + "\n" + got
+			file := filepath.Join("testdata", tt.name+".txt")
+			if *update {
+				if err := os.WriteFile(file, []byte(got), 0o644); err != nil {
+					t.Fatal(err)
+				}
+				return
+			}
+			want, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if d := cmp.Diff(string(want), got); d != "" {
+				t.Errorf("(-want +got); go test -update rewrites %s\n%s", file, d)
+			}
+		})
+	}
+}
+
+// Filters: the sources of the original directions that are left.
+func TestFlowFilters(t *testing.T) {
+	const client, local, host, world, sig = "40000", "5000", "#77", "41000", "42000"
+	tests := []struct {
+		args string
+		down bool
+		want []string
+		err  string
+	}{
+		{args: "--proto tcp", want: []string{client, client, world}},
+		{args: "--proto 6", want: []string{client, client, world}},
+		{args: "--proto icmpv6", want: []string{host}},
+		{args: "--proto sctp", want: []string{sig}},
+		{args: "--proto spx", err: "--proto spx: is none of"},
+		{args: "--from 10.244.80.65", want: []string{client, client, local, local}},
+		{args: "--from 10.244.80.65:40000", want: []string{client, client}},
+		{args: "--from 10.244.80.0/24 --proto udp", want: []string{local, local}},
+		{args: "--from default/client", want: []string{client, client, local, local}},
+		{args: "--from pw00000000001", want: []string{client, client, local, local}},
+		{args: "--from host", want: []string{host}},
+		{args: "--from default/local", want: []string{world, sig}},
+		{args: "--to default/local", want: []string{local, local}},
+		{args: "--to b", want: []string{client, client, sig}},
+		{args: "--to 10.98.235.247:80", want: []string{client, client}},
+		{args: "--to 10.98.0.12", want: []string{sig}},
+		{args: "--to 10.244.158.65", want: []string{client, client, sig}},
+		{args: "--to wire", want: []string{world}},
+		{args: "--to nowhere", err: "--to nowhere: is neither an address"},
+		{args: "--service default/web", want: []string{client, client}},
+		{args: "--service default/web:http", want: []string{client, client}},
+		{args: "--service default/web:ftp", err: "the agent knows no such service"},
+		{args: "--service 10.98.235.247:80", want: []string{client, client}},
+		{args: "--service 10.98.235.247", want: []string{client, client}},
+		{args: "--service 10.98.1.1", err: "no service has this address"},
+		{args: "--service 99", want: []string{world}},
+		{args: "--from 10.244.80.65 --to 10.244.80.66", want: []string{local, local}},
+
+		{down: true, args: "--from 10.244.80.65 --proto tcp", want: []string{client, client}},
+		{down: true, args: "--from pw00000000002", want: []string{world, sig}},
+		{down: true, args: "--from default/client", err: "need the agent"},
+		{down: true, args: "--service default/web", err: "need the agent"},
+		{down: true, args: "--service 12", want: []string{client, client}},
+	}
+	for _, tt := range tests {
+		t.Run(strings.ReplaceAll(tt.args, "/", "|"), func(t *testing.T) {
+			agent := planAgent()
+			if tt.down {
+				agent = nil
+			}
+			got := run(planMaps(), agent, append([]string{"flows"}, strings.Fields(tt.args)...)...)
+			if tt.err != "" {
+				if !strings.Contains(got, tt.err) || !strings.Contains(got, "exit status 1") {
+					t.Errorf("want the error %q:\n%s", tt.err, got)
+				}
+				return
+			}
+			stdout, _, _ := strings.Cut(got, "-- stderr")
+			lines := strings.Split(strings.TrimSpace(stdout), "\n")[1:]
+			if len(lines) != len(tt.want) {
+				t.Fatalf("got %d entries, want %d:\n%s", len(lines), len(tt.want), got)
+			}
+			for _, port := range tt.want {
+				if n := strings.Count(stdout, port); n == 0 {
+					t.Errorf("no flow with %s:\n%s", port, got)
+				}
+			}
+		})
+	}
+}
+
+func TestSpan(t *testing.T) {
+	for in, want := range map[float64]string{
+		0: "0.0s", 0.26: "0.3s", 9.94: "9.9s", 12.7: "12s", 192: "3m12s", 3600: "1h0m", 90061: "1d1h",
+	} {
+		if got := span(in); got != want {
+			t.Errorf("span(%v) = %s, want %s", in, got, want)
+		}
+	}
+}
+
+// The real socket client: an answer, an error with a body, one without, no
+// agent at all.
+func TestSocketAgent(t *testing.T) {
+	socket := filepath.Join(t.TempDir(), "agent.sock")
+	ln, err := net.Listen("unix", socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET "+api.PathStatus, func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = fmt.Fprint(w, `{"node":"a","later":1}`)
+	})
+	mux.HandleFunc("GET "+api.PathPolicy, func(w http.ResponseWriter, _ *http.Request) {
+		w.WriteHeader(http.StatusServiceUnavailable)
+		_, _ = fmt.Fprint(w, `{"error":"not synced yet"}`)
+	})
+	mux.HandleFunc("GET "+api.PathServices, func(w http.ResponseWriter, _ *http.Request) { _, _ = fmt.Fprint(w, `{"services":`) })
+	srv := &http.Server{Handler: mux}
+	go func() { _ = srv.Serve(ln) }()
+	t.Cleanup(func() { _ = srv.Close() })
+
+	agent, ctx := DialAgent(socket), context.Background()
+	var status api.Status
+	if err := agent.Get(ctx, api.PathStatus, &status); err != nil || status.Node != "a" {
+		t.Errorf("status %+v, %v", status, err)
+	}
+	for path, want := range map[string]string{
+		api.PathPolicy:    "/v1/policy: not synced yet",
+		api.PathEndpoints: "/v1/endpoints: 404 Not Found",
+		api.PathServices:  "/v1/services: unexpected EOF",
+	} {
+		var down *agentDownError
+		err := agent.Get(ctx, path, &struct{}{})
+		if err == nil || !strings.Contains(err.Error(), want) || errors.As(err, &down) {
+			t.Errorf("%s: got %v, want %s and no agent that is down", path, err, want)
+		}
+	}
+
+	gone := filepath.Join(t.TempDir(), "gone.sock")
+	err = DialAgent(gone).Get(ctx, api.PathStatus, &status)
+	var down *agentDownError
+	if !errors.As(err, &down) || !strings.Contains(err.Error(), gone) || !strings.Contains(err.Error(), "--socket") || strings.Contains(err.Error(), "http:") {
+		t.Errorf("no agent: %v", err)
+	}
+}

@@ -1,0 +1,275 @@
+package cli
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/netip"
+
+	"github.com/podweir/podweir/internal/api"
+	"github.com/podweir/podweir/internal/maps"
+)
+
+const second = 1_000_000_000
+
+// bootTime is when the tests happen on the datapath's clock.
+const bootTime = 1_000_000 * second
+
+func a(s string) maps.Addr { return maps.ToAddr(netip.MustParseAddr(s)) }
+
+func prefixKey(s string) maps.PrefixKey {
+	k, err := maps.ToPrefix(netip.MustParsePrefix(s))
+	if err != nil {
+		panic(err)
+	}
+	return k
+}
+
+// fakeMaps stands in for the pinned maps.
+type fakeMaps struct {
+	confirmed, unconfirmed map[maps.FlowKey]maps.Flow
+	gens                   map[uint32]uint32
+	services               map[maps.ServiceKey]maps.Service
+	backends               map[maps.BackendKey]maps.Backend
+	endpoints              map[maps.Addr]maps.Endpoint
+	addrs                  map[maps.Addr]maps.Peer
+	prefixes               map[maps.PrefixKey]maps.Peer
+	nodes                  map[uint32]maps.Node
+	nodeIDs                map[maps.Addr]uint32
+	policy                 map[maps.PolicyKey]maps.PolicyEntry
+	classes                []uint16
+	metrics                []maps.Sample
+	err                    error
+	closed                 int
+}
+
+func (f *fakeMaps) Flows() (c, u map[maps.FlowKey]maps.Flow, err error) {
+	return f.confirmed, f.unconfirmed, f.err
+}
+func (f *fakeMaps) Generation(slot uint32) (uint32, error)               { return f.gens[slot], f.err }
+func (f *fakeMaps) Services() (map[maps.ServiceKey]maps.Service, error)  { return f.services, f.err }
+func (f *fakeMaps) Backends() (map[maps.BackendKey]maps.Backend, error)  { return f.backends, f.err }
+func (f *fakeMaps) Endpoints() (map[maps.Addr]maps.Endpoint, error)      { return f.endpoints, f.err }
+func (f *fakeMaps) Addrs() (map[maps.Addr]maps.Peer, error)              { return f.addrs, f.err }
+func (f *fakeMaps) Prefixes() (map[maps.PrefixKey]maps.Peer, error)      { return f.prefixes, f.err }
+func (f *fakeMaps) Nodes() (map[uint32]maps.Node, error)                 { return f.nodes, f.err }
+func (f *fakeMaps) NodeIDs() (map[maps.Addr]uint32, error)               { return f.nodeIDs, f.err }
+func (f *fakeMaps) Policy() (map[maps.PolicyKey]maps.PolicyEntry, error) { return f.policy, f.err }
+func (f *fakeMaps) PortClasses() ([]uint16, error)                       { return f.classes, f.err }
+func (f *fakeMaps) Metrics() ([]maps.Sample, error)                      { return f.metrics, f.err }
+func (f *fakeMaps) Close() error                                         { f.closed++; return nil }
+
+func (f *fakeMaps) Usage() ([]MapUsage, error) {
+	return []MapUsage{
+		{"pw_flows", len(f.confirmed), 262144},
+		{"pw_flows_new", len(f.unconfirmed), 65536},
+		{"pw_services", len(f.services), 65536},
+	}, f.err
+}
+
+// fakeAgent answers from a map of bodies; nil is an agent that is down.
+type fakeAgent map[string]any
+
+func (f fakeAgent) Get(_ context.Context, path string, into any) error {
+	if f == nil {
+		return &agentDownError{errors.New("the agent does not answer")}
+	}
+	body, ok := f[path]
+	if !ok {
+		return errors.New("agent: " + path + ": 404 Not Found")
+	}
+	b, err := json.Marshal(body)
+	if err != nil {
+		return err
+	}
+	return json.Unmarshal(b, into)
+}
+
+// pair adds both directions of a flow to m: the original as given, the reply
+// derived from it.
+func pair(m map[maps.FlowKey]maps.Flow, k maps.FlowKey, f maps.Flow) {
+	m[k] = f
+	r := f
+	r.Src, r.Dst, r.Sport, r.Dport = k.Dst, k.Src, k.Dport, k.Sport
+	r.From, r.To = f.To, f.From
+	r.Flags |= flagReply
+	m[twinKey(k, f)] = r
+}
+
+// enum pw_flow_flags and pw_place_kind, as the datapath writes them.
+const (
+	flagReply, flagReplied, flagConfirmed, flagMidstream = 1, 4, 8, 16
+	placePod, placeNode, placeWire, placeHost            = 1, 2, 3, 4
+)
+
+// planMaps is node a of the fixed plan with some traffic.
+func planMaps() *fakeMaps {
+	f := &fakeMaps{
+		confirmed:   map[maps.FlowKey]maps.Flow{},
+		unconfirmed: map[maps.FlowKey]maps.Flow{},
+		gens:        map[uint32]uint32{10: 3, 11: 1, 12: 5},
+		services: map[maps.ServiceKey]maps.Service{
+			{Addr: a("10.98.235.247")}:                                    {Flags: maps.ServiceAddrOwned},
+			{Addr: a("10.98.235.247"), Port: 80, Proto: maps.ProtoTCP}:    {Id: 12, Set: 40, Count: 2},
+			{Addr: a("fd00:10:98::f7")}:                                   {Flags: maps.ServiceAddrOwned},
+			{Addr: a("fd00:10:98::f7"), Port: 80, Proto: maps.ProtoTCP}:   {Id: 13, Set: 41, Count: 6},
+			{Addr: a("10.98.0.10")}:                                       {Flags: maps.ServiceAddrOwned},
+			{Addr: a("10.98.0.10"), Port: 53, Proto: maps.ProtoUDP}:       {Id: 14},
+			{Addr: a("10.98.0.11")}:                                       {Flags: maps.ServiceAddrOwned},
+			{Addr: a("10.98.0.12"), Port: 9000, Proto: maps.ProtoSCTP}:    {Id: 15, Set: 42, Count: 2},
+			{Addr: a("10.98.0.13"), Port: 65535, Proto: maps.ProtoTCP}:    {Id: 15, Set: 43, Count: 1},
+			{Addr: a("fd00:10:98::12"), Port: 9000, Proto: maps.ProtoTCP}: {Id: 99, Set: 44, Count: 1},
+		},
+		backends: map[maps.BackendKey]maps.Backend{
+			{Set: 40, Slot: 0}: {Addr: a("10.244.80.66"), Port: 8080},
+			{Set: 40, Slot: 1}: {Addr: a("10.244.158.65"), Port: 8080},
+			{Set: 42, Slot: 0}: {Addr: a("10.244.158.65"), Port: 9000},
+			{Set: 43, Slot: 0}: {Addr: a("10.244.158.66"), Port: 9000},
+			{Set: 44, Slot: 0}: {Addr: a("fd00:10:244:9e::65"), Port: 9000},
+		},
+		endpoints: map[maps.Addr]maps.Endpoint{
+			a("10.244.80.65"):       {Id: 1, Ifindex: 7, Identity: 256, Mac: [6]byte{2, 0, 0, 0, 0, 1}},
+			a("fd00:10:244:50::65"): {Id: 1, Ifindex: 7, Identity: 256, Mac: [6]byte{2, 0, 0, 0, 0, 1}},
+			a("10.244.80.66"):       {Id: 2, Ifindex: 9, Identity: 4, PolicyIn: 5, PolicyOut: 6, Mac: [6]byte{2, 0, 0, 0, 0, 2}},
+		},
+		addrs: map[maps.Addr]maps.Peer{
+			a("10.244.80.65"):       {Identity: 256, Flags: maps.PeerPod | maps.PeerLocal},
+			a("fd00:10:244:50::65"): {Identity: 256, Flags: maps.PeerPod | maps.PeerLocal},
+			a("10.244.80.66"):       {Identity: 4, Flags: maps.PeerPod | maps.PeerLocal},
+			a("10.244.158.65"):      {Identity: 4, Flags: maps.PeerPod, Node: 1},
+			a("10.244.90.1"):        {Identity: 4, Flags: maps.PeerPod},
+			a("172.31.0.3"):         {Identity: 3, Flags: maps.PeerNode, Node: 1},
+			a("172.31.0.2"):         {Identity: 2, Flags: maps.PeerHost},
+		},
+		prefixes: map[maps.PrefixKey]maps.Peer{
+			prefixKey("10.244.80.0/24"):      {Identity: 4, Flags: maps.PeerPod | maps.PeerLocal},
+			prefixKey("10.244.158.0/24"):     {Identity: 4, Flags: maps.PeerPod, Node: 1},
+			prefixKey("fd00:10:244:9e::/64"): {Identity: 4, Flags: maps.PeerPod, Node: 1},
+			prefixKey("192.0.2.0/24"):        {Identity: 257},
+			prefixKey("10.98.0.0/16"):        {Flags: maps.PeerService},
+			prefixKey("::/0"):                {Identity: 1},
+		},
+		nodes: map[uint32]maps.Node{
+			1: {Addr: a("172.31.0.3"), Mac: [6]byte{2, 1, 1, 1, 1, 3}},
+			2: {Addr: a("172.31.0.4"), Mac: [6]byte{2, 1, 1, 1, 1, 4}},
+		},
+		nodeIDs: map[maps.Addr]uint32{a("172.31.0.3"): 1},
+		policy: map[maps.PolicyKey]maps.PolicyEntry{
+			{Table: 5, Identity: 2, Kind: maps.PolicyAny}:                                    {Rule: 1, Verdict: maps.VerdictAllow},
+			{Table: 5, Identity: 256, Port: 8080, Proto: maps.ProtoTCP}:                      {Rule: 7, Verdict: maps.VerdictAllow},
+			{Table: 5, Identity: 257, Port: 3, Proto: maps.ProtoUDP, Kind: maps.PolicyClass}: {Rule: 8, Verdict: maps.VerdictAllow},
+			{Table: 5, Identity: 257, Port: 9, Proto: maps.ProtoUDP, Kind: maps.PolicyClass}: {Rule: 77, Verdict: maps.VerdictDeny},
+		},
+		classes: make([]uint16, 65536),
+		metrics: []maps.Sample{
+			{Reason: 44, Hook: 0, Packets: 3, Bytes: 180},
+			{Reason: 2, Hook: 0, IPv6: true, Packets: 10, Bytes: 1000},
+			{Reason: 2, Hook: 0, Packets: 100, Bytes: 140000},
+			{Reason: 8, Hook: 4, Packets: 99, Bytes: 139000},
+			{Reason: 0, Hook: 2, Packets: 5, Bytes: 300},
+			{Reason: 50, Hook: 1},
+		},
+	}
+	for port := 8000; port <= 8080; port++ {
+		f.classes[port] = 3
+	}
+	f.classes[53] = 3
+	now := uint64(bootTime)
+
+	// The client calls the service; the backend is on node b; it is closing.
+	k := maps.FlowKey{Src: a("10.244.80.65"), Dst: a("10.98.235.247"), Sport: 40000, Dport: 80, Proto: maps.ProtoTCP}
+	web := maps.Flow{
+		Src: k.Src, Dst: a("10.244.158.65"), Sport: 40000, Dport: 8080,
+		Flags: 2 | flagReplied | flagConfirmed, Tcp: 1, Verdict: maps.VerdictAllow,
+		From: maps.Place{Kind: placePod, Id: 7}, To: maps.Place{Kind: placeNode, Id: 1},
+		SrcGen: maps.GenRef{Slot: 10, Gen: 3}, DstGen: maps.GenRef{Slot: 11, Gen: 1},
+		Service: 12, Rule: 7, Created: now - 192*second, LastSeen: now - 1500*second/1000,
+	}
+	pair(f.confirmed, k, web)
+	// Its old copy ages where it was born.
+	old := web
+	old.Flags &^= flagConfirmed
+	old.LastSeen = now - 190*second
+	f.unconfirmed[k] = old
+
+	// A datagram between pods of the node, denied by now, decided under a
+	// generation that has moved since.
+	k = maps.FlowKey{Src: a("10.244.80.65"), Dst: a("10.244.80.66"), Sport: 5000, Dport: 53, Proto: maps.ProtoUDP}
+	pair(f.unconfirmed, k, maps.Flow{
+		Src: k.Src, Dst: k.Dst, Sport: 5000, Dport: 53, Verdict: maps.VerdictDeny, Reason: 50, Rule: 77,
+		From: maps.Place{Kind: placePod, Id: 7}, To: maps.Place{Kind: placePod, Id: 9},
+		SrcGen: maps.GenRef{Slot: 10, Gen: 3}, DstGen: maps.GenRef{Slot: 12, Gen: 4},
+		Created: now - 4000*second, LastSeen: now - 20*second,
+	})
+
+	// The node pings its pod; the reply's entry is gone.
+	k = maps.FlowKey{Src: a("fd00::2"), Dst: a("fd00:10:244:50::65"), Sport: 77, Proto: 58}
+	f.unconfirmed[k] = maps.Flow{
+		Src: k.Src, Dst: k.Dst, Sport: 77, Verdict: maps.VerdictAllow,
+		From: maps.Place{Kind: placeHost}, To: maps.Place{Kind: placePod, Id: 7},
+		Created: now + second, LastSeen: now + second,
+	}
+
+	// A connection to the world, picked up in the middle.
+	k = maps.FlowKey{Src: a("10.244.80.66"), Dst: a("192.0.2.1"), Sport: 41000, Dport: 443, Via: 2, Proto: maps.ProtoTCP}
+	f.confirmed[k] = maps.Flow{
+		Src: k.Src, Dst: k.Dst, Sport: 41000, Dport: 443, TwinVia: 2, Flags: flagConfirmed | flagMidstream,
+		Verdict: maps.VerdictAllow, From: maps.Place{Kind: placePod, Id: 9}, To: maps.Place{Kind: placeWire, Id: 2},
+		Nexthop: a("172.31.0.1"), Service: 99, Created: now - 200000*second, LastSeen: now - 8000*second,
+	}
+	// An answer whose original is gone.
+	k = maps.FlowKey{Src: a("10.244.158.65"), Dst: a("10.244.80.66"), Sport: 9000, Dport: 42000, Proto: maps.ProtoSCTP}
+	f.confirmed[k] = maps.Flow{
+		Src: a("10.98.0.12"), Dst: k.Dst, Sport: 9000, Dport: 42000, Flags: flagReply | flagConfirmed | 2,
+		Verdict: maps.VerdictAllow, From: maps.Place{Kind: placeNode, Id: 1}, To: maps.Place{Kind: placePod, Id: 9},
+		Service: 15, Created: now - 30*second, LastSeen: now - 5*second,
+	}
+	return f
+}
+
+// planAgent is the agent of node a.
+func planAgent() fakeAgent {
+	ip, pfx := netip.MustParseAddr, netip.MustParsePrefix
+	return fakeAgent{
+		api.PathStatus: api.Status{
+			Node: "a", Version: "v0.1.0", UptimeSeconds: 3725, Synced: true,
+			NotReady: []string{"first sync of policy"},
+			Sources:  []api.Source{{Kind: "directory", Location: "/etc/podweir/manifests", Synced: true}, {Kind: "api", Location: "https://192.0.2.9:6443"}},
+			Problems: []api.Problem{
+				{Object: "Service default/bad", File: "svc.yaml", Line: 12, Error: "spec.ports[0].port: 0 is no port number"},
+				{Object: "Device eth1", Error: "no such device"},
+				{File: "junk.yaml", Line: 1, Error: "no YAML"},
+			},
+			Nodes: []api.Node{
+				{Name: "a", Self: true, Addr: ip("172.31.0.2")},
+				{ID: 1, Name: "b", Addr: ip("172.31.0.3")},
+				{Name: "d", PodCIDRs: []netip.Prefix{pfx("10.244.99.0/24")}},
+			},
+			Devices:      []api.Device{{Name: "eth0", Ifindex: 2, Role: "netdev", MTU: 1500}, {Name: "pw00000000001", Ifindex: 7, Role: "pod", MTU: 1450}},
+			MTU:          1450,
+			Tunnel:       api.Tunnel{Device: "podweir.vxlan", VNI: 4096, Port: 4789, Addr: ip("172.31.0.2"), MAC: "02:01:01:01:01:02", MTU: 1450},
+			ServiceCIDRs: []netip.Prefix{pfx("10.98.0.0/16"), pfx("fd00:10:98::/112")},
+		},
+		api.PathServices: api.Services{Services: []api.Service{
+			{Namespace: "default", Name: "web", Port: "http", ID: 12}, {Namespace: "default", Name: "web", Port: "http", ID: 13},
+			{Namespace: "kube-system", Name: "dns", ID: 14}, {Namespace: "default", Name: "sig", ID: 15},
+		}},
+		api.PathEndpoints: api.Endpoints{Endpoints: []api.Endpoint{
+			{ID: 1, Namespace: "default", Pod: "client", ContainerID: "c1", HostIfName: "pw00000000001", HostIfindex: 7, Addrs: []netip.Addr{ip("10.244.80.65"), ip("fd00:10:244:50::65")}},
+			{ID: 2, Namespace: "default", Pod: "local", ContainerID: "c2", HostIfName: "pw00000000002", HostIfindex: 9, Addrs: []netip.Addr{ip("10.244.80.66")}},
+			{ID: 3, Namespace: "default", Pod: "starting", ContainerID: "c3", HostIfName: "pw00000000003", HostIfindex: 11, Addrs: []netip.Addr{ip("10.244.80.67")}, MAC: "02:00:00:00:00:03"},
+		}},
+		api.PathPolicy: api.Policy{
+			Rules: map[uint32]api.Rule{
+				1: {Direction: "ingress", Index: -1},
+				7: {Namespace: "default", Name: "allow-web", Direction: "ingress", Index: 0},
+				8: {Namespace: "default", Name: "allow-web", Direction: "ingress", Index: 1},
+			},
+			Endpoints: []api.PolicyEndpoint{{Namespace: "default", Pod: "local", Policies: []string{"default/allow-web", "default/deny-all"}}},
+			Identities: []api.Identity{
+				{ID: 256, Description: "default/ app=client", Count: 2},
+				{ID: 257, Description: "192.0.2.0/24", Count: 1},
+			},
+		},
+	}
+}

@@ -1,0 +1,181 @@
+package cli
+
+import (
+	"fmt"
+	"net/netip"
+	"strconv"
+
+	"github.com/podweir/podweir/internal/maps"
+)
+
+// flowFilter selects flows by their ends, as the initiator sees them.
+type flowFilter struct {
+	from, to *endFilter
+	services map[uint32]bool // nil: any
+	proto    string          // empty: any
+}
+
+func newFlowFilter(m Maps, n *names, from, to, service, proto string) (flowFilter, error) {
+	var f flowFilter
+	var err error
+	if from != "" {
+		if f.from, err = newEndFilter("--from", from, n); err != nil {
+			return f, err
+		}
+	}
+	if to != "" {
+		if f.to, err = newEndFilter("--to", to, n); err != nil {
+			return f, err
+		}
+	}
+	if proto != "" {
+		if f.proto, err = parseProto(proto); err != nil {
+			return f, err
+		}
+	}
+	if service != "" {
+		f.services, err = findServices(m, n, service)
+	}
+	return f, err
+}
+
+func (f *flowFilter) match(v *flowView) bool {
+	if f.proto != "" && v.Protocol != f.proto {
+		return false
+	}
+	if f.services != nil && !f.services[v.ServiceID] {
+		return false
+	}
+	if f.from != nil && !f.from.match(v.end.from, v.end.source) {
+		return false
+	}
+	return f.to == nil || f.to.match(v.end.to, v.end.destination, v.end.translated)
+}
+
+// endFilter is what --from and --to select: one of its fields is set.
+type endFilter struct {
+	addrPort netip.AddrPort
+	prefix   netip.Prefix
+	name     string
+	names    *names
+}
+
+func newEndFilter(flag, s string, n *names) (*endFilter, error) {
+	if a, err := netip.ParseAddr(s); err == nil {
+		a = a.Unmap().WithZone("")
+		return &endFilter{prefix: netip.PrefixFrom(a, a.BitLen())}, nil
+	}
+	if p, err := netip.ParsePrefix(s); err == nil {
+		return &endFilter{prefix: p.Masked()}, nil
+	}
+	if ap, err := netip.ParseAddrPort(s); err == nil {
+		return &endFilter{addrPort: ap}, nil
+	}
+	known := s == "host" || s == "wire"
+	for _, name := range n.nodes {
+		known = known || s == name
+	}
+	for _, e := range n.endpoints {
+		known = known || s == podName(e.Namespace, e.Pod) || s == e.HostIfName
+	}
+	// A device can be named without the agent; a name the agent does not
+	// know may be one, too.
+	if !known && n.down != nil {
+		known = validDevice(s)
+	}
+	switch {
+	case known:
+		return &endFilter{name: s, names: n}, nil
+	case n.down != nil:
+		return nil, fmt.Errorf("%s %s: names of pods and nodes need the agent, which does not answer; give an address", flag, s)
+	}
+	return nil, fmt.Errorf("%s %s: is neither an address nor a range, and neither a pod of this node (namespace/name), nor a node, nor a pod's device; for pods of other nodes give the address", flag, s)
+}
+
+// validDevice: may s be the name of a device?
+func validDevice(s string) bool {
+	if s == "" || len(s) > 15 {
+		return false
+	}
+	for _, r := range s {
+		if r == '/' || r == ':' || r <= ' ' {
+			return false
+		}
+	}
+	return true
+}
+
+// match reports whether a place or one of the addresses is meant.
+func (f *endFilter) match(place placeView, addrs ...netip.AddrPort) bool {
+	if f.name != "" && (f.name == place.Name || f.name == place.Device || place.Kind == f.name) {
+		return true
+	}
+	for _, a := range addrs {
+		switch {
+		case f.name != "":
+			if f.names.pods[a.Addr()] == f.name {
+				return true
+			}
+		case f.prefix.IsValid():
+			if f.prefix.Contains(a.Addr()) {
+				return true
+			}
+		case a == f.addrPort:
+			return true
+		}
+	}
+	return false
+}
+
+// parseProto returns the name of a protocol as flows print it.
+func parseProto(s string) (string, error) {
+	if n, err := strconv.ParseUint(s, 10, 8); err == nil {
+		return maps.ProtoName(uint8(n)), nil
+	}
+	for n := 1; n < 256; n++ {
+		if maps.ProtoName(uint8(n)) == s {
+			return s, nil
+		}
+	}
+	return "", fmt.Errorf("--proto %s: is none of tcp, udp, sctp, icmp, icmpv6 and no number below 256", s)
+}
+
+// findServices returns the ids that s means: an id, an address and port in
+// the map, or a name that the agent knows.
+func findServices(m Maps, n *names, s string) (map[uint32]bool, error) {
+	out := map[uint32]bool{}
+	if id, err := strconv.ParseUint(s, 10, 32); err == nil && id != 0 {
+		out[uint32(id)] = true
+		return out, nil
+	}
+	frontend, ferr := netip.ParseAddrPort(s)
+	addr, aerr := netip.ParseAddr(s)
+	if ferr == nil || aerr == nil {
+		services, err := m.Services()
+		if err != nil {
+			return nil, err
+		}
+		for k, v := range services {
+			at := addrPort(k.Addr, k.Port)
+			if v.Id != 0 && (at == frontend || at.Addr() == addr) {
+				out[v.Id] = true
+			}
+		}
+		if len(out) == 0 {
+			return nil, fmt.Errorf("--service %s: no service has this address", s)
+		}
+		return out, nil
+	}
+	for id, svc := range n.services {
+		if s == podName(svc.Namespace, svc.Name) || s == n.serviceName(id) {
+			out[id] = true
+		}
+	}
+	switch {
+	case len(out) > 0:
+		return out, nil
+	case n.down != nil:
+		return nil, fmt.Errorf("--service %s: names of services need the agent, which does not answer; give its address or id", s)
+	}
+	return nil, fmt.Errorf("--service %s: the agent knows no such service; 'podweir services' lists them", s)
+}
