@@ -1,0 +1,87 @@
+# make help tells what there is.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+export CGO_ENABLED := 0
+export PATH := $(PATH):/usr/sbin:/sbin
+# Tests run what this Makefile built.
+export PODWEIR_BIN := $(CURDIR)/bin
+
+BPF_SOURCES := $(wildcard bpf/*.c bpf/*.h)
+GENERATED := internal/bpf/dp_bpfel.go
+CLANG_FORMAT ?= clang-format-19
+PACKAGES ?= ./...
+
+.PHONY: help
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+.PHONY: deps
+deps: ## installs what is missing (apt, as root)
+	@tools/deps.sh
+
+.PHONY: generate
+generate: $(GENERATED) ## compiles bpf/ and writes its Go bindings
+
+$(GENERATED): $(BPF_SOURCES) tools/bpf2go.sh go.mod | deps
+	@echo "compiling bpf/"
+	@tools/bpf2go.sh
+	@touch $@
+
+.PHONY: build
+build: generate ## builds bin/podweir-agent, bin/podweir-cni, bin/podweir and the test programs
+	@mkdir -p bin
+	@go build -o bin/podweir-agent ./cmd/agent
+	@go build -o bin/podweir-cni ./cmd/cni
+	@go build -o bin/podweir ./cmd/podweir
+	@go build -o bin/ ./test/tools/pw-server ./test/tools/pw-client
+	@go build -o bin/pw-demo ./test/demo
+
+.PHONY: fmt
+fmt: ## formats Go and C
+	@gofmt -w $$(git ls-files '*.go')
+	@$(CLANG_FORMAT) -i $(BPF_SOURCES)
+
+.PHONY: lint lint-gofmt lint-vet lint-clang-format
+lint: lint-gofmt lint-vet lint-clang-format ## checks formats and vets
+
+lint-gofmt:
+	@out=$$(gofmt -l $$(git ls-files '*.go')); \
+	if [[ -n $$out ]]; then echo "not formatted, run make fmt:"; echo "$$out"; exit 1; fi
+
+lint-vet: generate
+	@go vet ./...
+
+lint-clang-format: | deps
+	@$(CLANG_FORMAT) --dry-run -Werror $(BPF_SOURCES)
+
+.PHONY: test
+test: root deps build ## runs every check and test (as root); PACKAGES=./internal/... for some
+	@go run ./tools/testsum \
+		-check 'gofmt=$(MAKE) -s lint-gofmt' \
+		-check 'go vet=$(MAKE) -s lint-vet' \
+		-check 'clang-format=$(MAKE) -s lint-clang-format' \
+		-count=1 -timeout 10m $(PACKAGES)
+
+.PHONY: demo
+demo: root deps build ## shows two nodes at work, checks what it shows, cleans up (as root)
+	@bin/pw-demo run
+
+.PHONY: demo-keep
+demo-keep: root deps build ## the same, and leaves it up to look around
+	@bin/pw-demo keep
+
+.PHONY: demo-down
+demo-down: root ## removes what demo-keep left
+	@if [[ ! -x bin/pw-demo ]]; then $(MAKE) deps build; fi
+	@bin/pw-demo down
+
+.PHONY: root
+root:
+	@[[ $$(id -u) == 0 ]] || { echo "this needs root: network namespaces and BPF programs" >&2; exit 1; }
+
+.PHONY: clean
+clean: ## removes what was built and generated
+	@rm -rf bin internal/bpf/dp_bpfe[lb].go internal/bpf/dp_bpfe[lb].o

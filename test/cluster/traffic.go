@@ -1,0 +1,139 @@
+package cluster
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strconv"
+	"syscall"
+	"time"
+
+	"github.com/podweir/podweir/test/tools/probe"
+)
+
+// ServerPort is where [Netns.Serve] listens unless told otherwise.
+const ServerPort = 8080
+
+// Serve starts pw-server inside the namespace, under this name, and waits
+// until it accepts. It lives as long as ctx or the cluster, whichever ends
+// first.
+func (n *Netns) Serve(ctx context.Context, name string, port int) (*Process, error) {
+	p, err := n.Start(ctx, "pw-server", "-name", name, "-port", strconv.Itoa(port))
+	if err != nil {
+		return nil, err
+	}
+	var ready probe.Ready
+	if err := p.JSON(ctx, &ready); err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
+// client runs one mode of pw-client and decodes what it prints. A client
+// that failed to reach its target is a result, not an error.
+func (n *Netns) client(ctx context.Context, v any, args ...string) error {
+	out, err := n.Exec(ctx, append([]string{"pw-client"}, args...)...)
+	if exit := (*ExitError)(nil); err != nil && !(errors.As(err, &exit) && out != "") {
+		return err
+	}
+	if err := json.Unmarshal([]byte(out), v); err != nil {
+		return fmt.Errorf("pw-client in %s said %q: %w", n.Name, out, err)
+	}
+	return nil
+}
+
+// Send connects to target ("address:port") inside the namespace as often as
+// the options say (flags of "pw-client send", such as "-proto", "udp",
+// "-count", "1000"); the default is one TCP connection.
+func (n *Netns) Send(ctx context.Context, target string, options ...string) (*probe.Summary, error) {
+	var s probe.Summary
+	return &s, n.client(ctx, &s, append(append([]string{"send"}, options...), target)...)
+}
+
+// Bulk transfers many bytes over one TCP connection.
+func (n *Netns) Bulk(ctx context.Context, target string, options ...string) (*probe.BulkReport, error) {
+	var r probe.BulkReport
+	return &r, n.client(ctx, &r, append(append([]string{"bulk"}, options...), target)...)
+}
+
+// Ping sends ICMP echo requests.
+func (n *Netns) Ping(ctx context.Context, target string, options ...string) (*probe.PingReport, error) {
+	var r probe.PingReport
+	return &r, n.client(ctx, &r, append(append([]string{"ping"}, options...), target)...)
+}
+
+// Stream is a long-lived flow of numbered messages.
+type Stream struct{ *Process }
+
+// Stream starts a long-lived flow and waits for its first answer. A flow
+// that gets none is an error that holds the client's report.
+func (n *Netns) Stream(ctx context.Context, target string, options ...string) (*Stream, error) {
+	p, err := n.Start(ctx, append(append([]string{"pw-client", "stream"}, options...), target)...)
+	if err != nil {
+		return nil, err
+	}
+	var first probe.StreamReport
+	if err := p.JSON(ctx, &first); err != nil {
+		return nil, err
+	}
+	if first.Final {
+		return nil, fmt.Errorf("stream from %s to %s: %s", n.Name, target, first.Error)
+	}
+	return &Stream{p}, nil
+}
+
+// Report asks the running flow how it is.
+func (s *Stream) Report(ctx context.Context) (probe.StreamReport, error) {
+	var r probe.StreamReport
+	if _, err := s.Stdin.Write([]byte("\n")); err != nil {
+		return r, err
+	}
+	return r, s.JSON(ctx, &r)
+}
+
+// Await asks until the report satisfies ok, or ctx ends.
+func (s *Stream) Await(ctx context.Context, what string, ok func(probe.StreamReport) bool) (probe.StreamReport, error) {
+	for {
+		r, err := s.Report(ctx)
+		if err != nil || ok(r) {
+			return r, err
+		}
+		select {
+		case <-time.After(10 * time.Millisecond):
+		case <-ctx.Done():
+			return r, fmt.Errorf("stream of %s: %s: %w; last report %+v", s.netns, what, ctx.Err(), r)
+		}
+	}
+}
+
+// Stop ends the flow and returns the final account.
+func (s *Stream) Stop(ctx context.Context) (probe.StreamReport, error) {
+	var r probe.StreamReport
+	if err := s.Signal(syscall.SIGTERM); err != nil {
+		return r, err
+	}
+	for !r.Final {
+		if err := s.JSON(ctx, &r); err != nil {
+			return r, err
+		}
+	}
+	return r, nil
+}
+
+// Eventually calls fn until it succeeds; when ctx ends it returns fn's last
+// error. It is for effects across processes that announce themselves only by
+// traffic; the pause between two calls is short.
+func Eventually(ctx context.Context, fn func() error) error {
+	for {
+		err := fn()
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-time.After(10 * time.Millisecond):
+		case <-ctx.Done():
+			return errors.Join(err, ctx.Err())
+		}
+	}
+}
