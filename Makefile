@@ -62,7 +62,7 @@ test: root deps build ## runs every check and test (as root); PACKAGES=./interna
 	@go run ./tools/testsum \
 		-check 'gofmt=$(MAKE) -s lint-gofmt' \
 		-check 'go vet=$(MAKE) -s lint-vet' \
-		-check 'clang-format=$(MAKE) -s lint-clang-format' \
+		-check 'clang-format=$(MAKE) -s lint-clang-format' -- \
 		-count=1 -timeout 10m $(PACKAGES)
 
 .PHONY: demo

@@ -87,7 +87,7 @@ static __always_inline int pw_decap(struct __sk_buff *skb, const struct pw_pkt *
 		return PW_NEXT;
 	if (pw_strip(skb, &p))
 		return PW_NEXT;
-	pw_count(pw_flow_touch(&p, f, at), p.hook, p.v6, skb->len);
+	pw_flow_touch(&p, f, at, skb->len);
 	return pw_act(skb, &p, f, PW_ACT_DECAP);
 }
 

@@ -9,6 +9,7 @@
 #define PW_FLOW_H
 
 #include "maps.h"
+#include "metrics.h"
 #include "parse.h"
 #include "resolve.h"
 #include "settings.h"
@@ -294,23 +295,26 @@ static __always_inline int pw_confirms(const struct pw_pkt *p)
 
 /*
  * Bookkeeping of a known flow's packet: f is the copy it is handled by, at
- * the entry in either table. Returns the reason to count.
+ * the entry in either table.
  */
-static __always_inline int pw_flow_touch(const struct pw_pkt *p, const struct pw_flow *f,
-					 struct pw_flow *at)
+static __always_inline void pw_flow_touch(const struct pw_pkt *p, const struct pw_flow *f,
+					  struct pw_flow *at, __u32 len)
 {
 	at->last_seen = pw_now();
 	if (p->key.proto == IPPROTO_TCP && (p->tcp_flags & (PW_TCP_FIN | PW_TCP_RST_BIT)))
 		pw_flow_tcp(&p->key, at, p->tcp_flags);
-	if (f->flags & PW_F_CONFIRMED)
-		return PW_FLOW_HIT;
+	if (f->flags & PW_F_CONFIRMED) {
+		pw_count(PW_FLOW_HIT, p->hook, p->v6, len);
+		return;
+	}
+	pw_count(PW_FLOW_HIT_NEW, p->hook, p->v6, len);
 	if (f->flags & PW_F_REPLY) {
 		if (!(f->flags & PW_F_REPLIED))
 			pw_flow_replied(&p->key, at);
 	} else if ((f->flags & PW_F_REPLIED) && pw_confirms(p)) {
-		return pw_flow_confirm(&p->key, at) ? PW_FLOW_TABLE_FULL : PW_FLOW_CONFIRMED;
+		pw_count(pw_flow_confirm(&p->key, at) ? PW_FLOW_TABLE_FULL : PW_FLOW_CONFIRMED,
+			 p->hook, p->v6, len);
 	}
-	return PW_FLOW_HIT_NEW;
 }
 
 /* An existing reply entry that belongs to the very flow being created. */

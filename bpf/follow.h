@@ -91,7 +91,7 @@ __noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow
 				return PW_REVIEW_AGAIN;
 			if (s->fwd.verdict != PW_VERDICT_ALLOW)
 				return s->fwd.reason ?: PW_DROP_HELPER;
-			pw_count(pw_flow_touch(p, &s->fwd, f), p->hook, p->v6, skb->len);
+			pw_flow_touch(p, &s->fwd, f, skb->len);
 			return PW_REVIEW_OK;
 		}
 	}
@@ -154,7 +154,7 @@ static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
 	if (p->kind == PW_KIND_ICMP_ERROR)
 		return pw_follow_error(skb, p);
 	if (pw_flow_load(&p->key, &s->known, &at) && pw_current(p, &s->known)) {
-		pw_count(pw_flow_touch(p, &s->known, at), p->hook, p->v6, skb->len);
+		pw_flow_touch(p, &s->known, at, skb->len);
 		return pw_act(skb, p, &s->known, PW_ACT_KNOWN);
 	}
 	err = pw_slow(skb, p);

@@ -22,6 +22,9 @@ int sweep(struct __sk_buff *skb)
 		if (bpf_skb_load_bytes(skb, ETH_HLEN + i * sizeof(k), &k, sizeof(k)))
 			break;
 		f = pw_flow_find(&k);
+		/* What promotion left behind, while the flow itself lives. */
+		if (f && f->flags & PW_F_CONFIRMED)
+			bpf_map_delete_elem(&pw_flows_new, &k);
 		if (!f || !pw_flow_expired(&k, f) || !pw_flow_claim(&k, f))
 			continue;
 		pw_count(PW_FLOW_SWEPT, 0, !pw_addr_is_v4(&k.src), 0);

@@ -2,12 +2,15 @@ package loader
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
+	"unsafe"
 
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
@@ -162,6 +165,28 @@ func (d *Datapath) Close() error {
 	}
 	d.attached = make(map[hookKey]*attachment)
 	return errors.Join(append(errs, d.objs.Close())...)
+}
+
+// Sweep removes those of the flows named that are idle for longer than their
+// timeout, in both directions, when the kernel looks at them. Check and
+// removal exclude a packet that revives a flow meanwhile. It returns how many
+// were removed.
+func (d *Datapath) Sweep(keys []maps.FlowKey) (removed int, err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	const max = 64 // PW_SWEEP_MAX
+	for chunk := range slices.Chunk(keys, max) {
+		buf := make([]byte, 14, 14+len(chunk)*int(unsafe.Sizeof(maps.FlowKey{})))
+		if buf, err = binary.Append(buf, binary.NativeEndian, chunk); err != nil {
+			return removed, fmt.Errorf("sweep flows: encode keys: %w", err)
+		}
+		n, err := d.objs.Sweep.Run(&ebpf.RunOptions{Data: buf})
+		if err != nil {
+			return removed, fmt.Errorf("sweep flows: run program: %w", err)
+		}
+		removed += int(n)
+	}
+	return removed, nil
 }
 
 // dropIncompatible unpins maps of another layout, so that the load makes new

@@ -3,6 +3,7 @@ package reconcile
 import (
 	"errors"
 	"fmt"
+	"sort"
 	"time"
 
 	"github.com/podweir/podweir/internal/maps"
@@ -45,11 +46,18 @@ type Result[K comparable] struct {
 	Errs    map[K]error // of the keys tried in this phase
 }
 
-// Err joins the errors of the phase.
+// errorsShown is how many errors of one phase are spelled out.
+const errorsShown = 5
+
+// Err joins the errors of the phase; of many, the first few and their number.
 func (r Result[K]) Err() error {
 	list := make([]error, 0, len(r.Errs))
 	for _, err := range r.Errs {
 		list = append(list, err)
+	}
+	if n := len(list); n > errorsShown {
+		sort.Slice(list, func(i, j int) bool { return list[i].Error() < list[j].Error() })
+		list = append(list[:errorsShown], fmt.Errorf("and %d more entries", n-errorsShown))
 	}
 	return errors.Join(list...)
 }
@@ -105,6 +113,9 @@ func (t *Table[K, V]) Desire(desired map[K]V) {
 		if _, ok := desired[k]; !ok {
 			t.dirty[k] = struct{}{}
 		}
+	}
+	if desired == nil {
+		desired = make(map[K]V)
 	}
 	t.desired = desired
 }

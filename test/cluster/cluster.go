@@ -20,6 +20,7 @@ type Config struct {
 	BinDir       string         // podweir-agent, podweir-cni, pw-server, pw-client; default: [BinDir]
 	MTU          int            // of the underlay, default 1500
 	AgentArgs    []string       // added to every agent's command line
+	LogLevel     string         // of the agents, default info
 	Kubeconfig   string         // agents watch an API server instead of Manifests
 }
 
@@ -88,6 +89,9 @@ func New(ctx context.Context, cfg Config) (_ *Cluster, err error) {
 	}
 	if cfg.MTU == 0 {
 		cfg.MTU = 1500
+	}
+	if cfg.LogLevel == "" {
+		cfg.LogLevel = "info"
 	}
 	if cfg.BinDir == "" {
 		if cfg.BinDir, err = BinDir(); err != nil {

@@ -252,7 +252,11 @@ func traces(t *testing.T, id string) []string {
 		t.Fatal(err)
 	}
 	for _, p := range procs {
-		if args, _ := os.ReadFile(p); strings.Contains(string(args), id) {
+		args, _ := os.ReadFile(p)
+		if len(args) == 0 { // gone, or waiting for its parent to notice
+			continue
+		}
+		if strings.Contains(string(args), id) {
 			found = append(found, p+": "+strings.ReplaceAll(string(args), "\x00", " "))
 		}
 		if cg, _ := os.ReadFile(filepath.Join(filepath.Dir(p), "cgroup")); strings.Contains(string(cg), id) {

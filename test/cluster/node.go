@@ -82,7 +82,7 @@ func (n *Node) agentArgs() []string {
 		"--state-dir", n.StateDir(),
 		"--socket", n.Socket(),
 		"--listen", "127.0.0.1:9964",
-		"--log-level", "debug",
+		"--log-level", cfg.LogLevel,
 	}
 	if cfg.Kubeconfig != "" {
 		args = append(args, "--kubeconfig", cfg.Kubeconfig)

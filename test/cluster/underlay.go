@@ -9,6 +9,7 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
 )
 
 // The switch's bridge and its tap, a pair of which one end is a port.
@@ -179,7 +180,44 @@ func (c *Cluster) attach(ctx context.Context, n *Netns, port string, addrs []net
 			return fmt.Errorf("default route of %s via %v: %w", n.Name, gw, err)
 		}
 	}
-	return errors.Join(n.awaitUp(ctx, "eth0"), c.Switch.awaitUp(ctx, port))
+	return errors.Join(n.awaitUp(ctx, "eth0"), c.Switch.awaitUp(ctx, port), n.awaitAddrs(ctx, addrs))
+}
+
+// awaitAddrs waits until the kernel answers for IPv6 addresses: it joins the
+// groups of their neighbour solicitations some time after they were added,
+// even without duplicate address detection, and ends "tentative" then.
+func (n *Netns) awaitAddrs(ctx context.Context, addrs []netip.Prefix) error {
+	missing := map[netip.Addr]bool{}
+	for _, p := range addrs {
+		if p.Addr().Is6() {
+			missing[p.Addr()] = true
+		}
+	}
+	ns, err := netns.GetFromPath(n.Path())
+	if err != nil {
+		return err
+	}
+	defer ns.Close()
+	updates, done := make(chan netlink.AddrUpdate, 256), make(chan struct{})
+	defer close(done)
+	err = netlink.AddrSubscribeWithOptions(updates, done, netlink.AddrSubscribeOptions{Namespace: &ns, ListExisting: true})
+	if err != nil {
+		return fmt.Errorf("watch addresses in %s: %w", n.Name, err)
+	}
+	for len(missing) > 0 {
+		select {
+		case u, ok := <-updates:
+			if !ok {
+				return fmt.Errorf("watching addresses in %s ended", n.Name)
+			}
+			if a, ok := netip.AddrFromSlice(u.LinkAddress.IP); ok && u.NewAddr && u.Flags&unix.IFA_F_TENTATIVE == 0 {
+				delete(missing, a)
+			}
+		case <-ctx.Done():
+			return fmt.Errorf("addresses of %s are not ready: %v: %w", n.Name, missing, ctx.Err())
+		}
+	}
+	return nil
 }
 
 func contains(prefixes []netip.Prefix, a netip.Addr) bool {

@@ -7,7 +7,7 @@
 // subtests is counted by its subtests. The exit status is 1 if anything
 // failed, or if nothing ran.
 //
-//	testsum [-check 'NAME=COMMAND']... [go test arguments]
+//	testsum [-check 'NAME=COMMAND']... [-- go test arguments]
 package main
 
 import (

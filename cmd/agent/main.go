@@ -1,0 +1,161 @@
+// Command podweir-agent is the node's process: it keeps the dataplane as the
+// cluster's objects say. See package agent.
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"runtime/debug"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"github.com/podweir/podweir/internal/agent"
+	"github.com/podweir/podweir/internal/loader"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
+	defer stop()
+	if err := command().ExecuteContext(ctx); err != nil {
+		fmt.Fprintln(os.Stderr, "podweir-agent:", err)
+		os.Exit(1)
+	}
+}
+
+type flags struct {
+	agent.Config
+	serviceCIDRs []string
+	logLevel     string
+	logFormat    string
+}
+
+func command() *cobra.Command {
+	var f flags
+	cmd := &cobra.Command{
+		Use:   "podweir-agent",
+		Short: "Keeps this node's dataplane as the cluster's objects say",
+		Long: `podweir-agent loads the dataplane of this node into the kernel and keeps it as
+the objects of the cluster say: services, pods, nodes and network policies.
+They come from the API server (by default with the credentials of the pod it
+runs in), or from a folder of ordinary manifests.
+
+When it stops, programs and maps stay in place and traffic goes on;
+'podweir-agent cleanup' removes them.`,
+		Args:          cobra.NoArgs,
+		SilenceUsage:  true,
+		SilenceErrors: true,
+		Version:       version(),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := f.complete(); err != nil {
+				return err
+			}
+			return agent.Run(cmd.Context(), f.Config)
+		},
+	}
+	fs := cmd.Flags()
+	fs.StringVar(&f.NodeName, "node-name", "", "name of this machine's Node object (default: the host name)")
+	fs.StringVar(&f.Manifests, "manifests", "", "folder to read objects from instead of the API server")
+	fs.StringVar(&f.Kubeconfig, "kubeconfig", "", "file that says how to reach the API server (default: the pod's service account)")
+	fs.StringVar(&f.Listen, "listen", agent.DefaultListen, "TCP address for /healthz, /readyz and /metrics; empty for none")
+	fs.StringSliceVar(&f.serviceCIDRs, "service-cidr", nil, "ranges of cluster IPs, besides those of ServiceCIDR objects")
+	fs.IntVar(&f.MTU, "mtu", 0, "MTU of pods (0: what the node's device leaves for the tunnel)")
+	fs.Uint32Var(&f.Mark, "mark", agent.DefaultMark, "packet mark bit for our own use; one bit that nobody else has")
+	pfs := cmd.PersistentFlags()
+	pfs.StringVar(&f.BPFFS, "bpffs", loader.DefaultBPFFS, "folder on a BPF file system for programs and maps")
+	pfs.StringVar(&f.StateDir, "state-dir", agent.DefaultStateDir, "folder for what has to outlive a restart")
+	pfs.StringVar(&f.Socket, "socket", agent.DefaultSocket, "unix socket for the CNI plugin and the podweir command")
+	pfs.StringVar(&f.logLevel, "log-level", "info", "debug, info, warn or error")
+	pfs.StringVar(&f.logFormat, "log-format", "text", "text or json")
+
+	cmd.AddCommand(&cobra.Command{
+		Use:   "cleanup",
+		Short: "Removes everything an agent left on this node",
+		Long: `Removes what an agent made on this node: programs, maps, routes, the tunnel
+device and the interfaces of pods (running ones lose their network), and puts
+sysctls back that nobody has changed since. Stop the agent first.`,
+		Args: cobra.NoArgs,
+		RunE: func(*cobra.Command, []string) error {
+			log, err := f.logger()
+			if err != nil {
+				return err
+			}
+			return agent.Cleanup(f.BPFFS, f.StateDir, f.Socket, log)
+		},
+	})
+	return cmd
+}
+
+// complete checks the flags and fills in what they leave open.
+func (f *flags) complete() (err error) {
+	if f.Log, err = f.logger(); err != nil {
+		return err
+	}
+	f.Version = version()
+	if f.NodeName == "" {
+		if f.NodeName, err = os.Hostname(); err != nil {
+			return fmt.Errorf("--node-name is not given and the host name unknown: %w", err)
+		}
+		f.NodeName = strings.ToLower(f.NodeName) // as the kubelet does
+	}
+	if f.Manifests != "" && f.Kubeconfig != "" {
+		return fmt.Errorf("--manifests and --kubeconfig exclude each other")
+	}
+	for _, s := range f.serviceCIDRs {
+		p, err := netip.ParsePrefix(strings.TrimSpace(s))
+		if err != nil {
+			return fmt.Errorf("--service-cidr %q is no range such as 10.96.0.0/12: %w", s, err)
+		}
+		if p != p.Masked() {
+			return fmt.Errorf("--service-cidr %s has bits set beyond its length; did you mean %s?", p, p.Masked())
+		}
+		f.ServiceCIDRs = append(f.ServiceCIDRs, p)
+	}
+	if f.MTU != 0 && (f.MTU < 1280 || f.MTU > 65485) {
+		return fmt.Errorf("--mtu %d: must be 0 or from 1280 (the least of IPv6) to 65485", f.MTU)
+	}
+	if f.Mark == 0 || f.Mark&(f.Mark-1) != 0 {
+		return fmt.Errorf("--mark %#x: must be one single bit", f.Mark)
+	}
+	if f.Mark == 0x4000 || f.Mark == 0x8000 {
+		return fmt.Errorf("--mark %#x is kube-proxy's; choose another bit", f.Mark)
+	}
+	for name, path := range map[string]*string{"--bpffs": &f.BPFFS, "--state-dir": &f.StateDir, "--socket": &f.Socket} {
+		if *path == "" {
+			return fmt.Errorf("%s is empty", name)
+		}
+		if *path, err = filepath.Abs(*path); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	return nil
+}
+
+func (f *flags) logger() (*slog.Logger, error) {
+	var level slog.Level
+	if err := level.UnmarshalText([]byte(f.logLevel)); err != nil {
+		return nil, fmt.Errorf("--log-level %q: must be debug, info, warn or error", f.logLevel)
+	}
+	opts := &slog.HandlerOptions{Level: level}
+	switch f.logFormat {
+	case "text":
+		return slog.New(slog.NewTextHandler(os.Stderr, opts)), nil
+	case "json":
+		return slog.New(slog.NewJSONHandler(os.Stderr, opts)), nil
+	}
+	return nil, fmt.Errorf("--log-format %q: must be text or json", f.logFormat)
+}
+
+func version() string {
+	info, ok := debug.ReadBuildInfo()
+	if !ok || info.Main.Version == "" {
+		return "devel"
+	}
+	return info.Main.Version
+}

@@ -1,0 +1,268 @@
+package agent
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"sync/atomic"
+	"time"
+
+	"github.com/cilium/statedb"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/podweir/podweir/internal/ipam"
+	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/internal/node"
+	"github.com/podweir/podweir/internal/service"
+	"github.com/podweir/podweir/internal/table"
+	"github.com/podweir/podweir/internal/tunnel"
+)
+
+// Datapath is what the loop needs of the loaded programs.
+type Datapath interface {
+	Maps() maps.Set
+	AttachNetdev(ctx context.Context, ifindex int, name string) error
+	AttachOverlay(ctx context.Context, ifindex int, name string) error
+	SetOverlay(ctx context.Context, ifindex int) error
+	Detach(ctx context.Context, ifindex int) error
+	Verify(ctx context.Context) ([]string, error)
+}
+
+// Stack is what the loop needs of the node's network stack; [node.Manager]
+// is one.
+type Stack interface {
+	Watch(ctx context.Context) (<-chan struct{}, error)
+	Devices() ([]node.Device, error)
+	EnsureOverlay(node.Overlay) (ifindex int, created bool, err error)
+	SyncRoutes(want []node.Route, overlay int) (changes int, err error)
+	SyncSysctls(outside []node.Device) error
+	Way(addr netip.Addr) (w node.Way, ok bool, err error)
+}
+
+// Options are the settings of the loop.
+type Options struct {
+	NodeName     string
+	ServiceCIDRs []netip.Prefix // besides those of ServiceCIDR objects
+	MTU          int            // of pods; 0 = from the node's device
+	VNI          uint32
+	Log          *slog.Logger
+}
+
+// Agent is the loop and its state.
+type Agent struct {
+	opt    Options
+	log    *slog.Logger
+	tables *table.Tables
+	dp     Datapath
+	stack  Stack
+	ipam   *ipam.Allocator
+	eps    *endpoints
+
+	peers    *peers
+	services *services
+	gens     *generations
+
+	queries chan func()
+	ready   atomic.Pointer[[]string] // what readiness waits for
+	mtu     atomic.Int64
+
+	// Of the loop alone.
+	dirty    dirty
+	watch    watches
+	svcs     statedb.ChangeIterator[*corev1.Service]
+	slices   statedb.ChangeIterator[*discoveryv1.EndpointSlice]
+	sliceOf  map[string]types.NamespacedName // slice -> service, to see it move
+	retry    map[types.NamespacedName]time.Time
+	problems map[string][]table.Problem // by what they are about
+	synced   bool
+	full     bool // the first full round is done
+	world    world
+	stats    stats
+}
+
+// world is what the last round knew.
+type world struct {
+	nodes    []tunnel.NodeInfo
+	self     tunnel.NodeInfo
+	zone     string
+	devices  []node.Device
+	outside  []node.Device
+	overlay  int
+	ways     map[netip.Addr]node.Way // to the other nodes' addresses
+	mtu      int                     // of the overlay device and of pods
+	attached map[int]string
+	cidrs    []netip.Prefix
+	in       peerInput
+	local    endpointRound
+}
+
+// dirty says what the next round has to look at.
+type dirty struct {
+	stack    bool // devices, addresses, routes, sysctls
+	nodes    bool
+	peers    bool // pods, policies: everything about addresses
+	routes   bool
+	verify   bool // programs
+	services map[types.NamespacedName]struct{}
+}
+
+// stats are for metrics; read through the loop.
+type stats struct {
+	rounds   uint64
+	last     time.Duration
+	total    time.Duration
+	services uint64
+	bumps    uint64
+}
+
+// New makes the loop over what the maps hold. It writes nothing yet.
+func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipam.Allocator) (*Agent, error) {
+	a := &Agent{
+		opt: opt, log: opt.Log, tables: tables, dp: dp, stack: stack, ipam: alloc,
+		eps:      newEndpoints(),
+		queries:  make(chan func()),
+		sliceOf:  make(map[string]types.NamespacedName),
+		retry:    make(map[types.NamespacedName]time.Time),
+		problems: make(map[string][]table.Problem),
+	}
+	a.world.attached = make(map[int]string)
+	a.dirty.services = make(map[types.NamespacedName]struct{})
+	var err error
+	st := storesOf(dp.Maps())
+	if a.peers, err = newPeers(st, time.Now); err != nil {
+		return nil, err
+	}
+	a.gens = a.peers.gens
+	if a.services, err = newServices(st, time.Now, a.peers.bumpAddr); err != nil {
+		return nil, err
+	}
+	a.notReady("the agent has only started")
+	a.mtu.Store(int64(opt.MTU))
+	return a, nil
+}
+
+// Endpoints is the regenerator to give to the endpoint manager.
+func (a *Agent) Endpoints() *endpoints { return a.eps }
+
+// MTU of pods; 0 while the node's device is not known.
+func (a *Agent) MTU() int { return int(a.mtu.Load()) }
+
+// NotReady says what the agent waits for; empty when it is ready.
+func (a *Agent) NotReady() []string { return *a.ready.Load() }
+
+func (a *Agent) notReady(why ...string) { a.ready.Store(&why) }
+
+// do runs f in the loop, which owns the state that f reads.
+func (a *Agent) do(ctx context.Context, f func()) error {
+	done := make(chan struct{})
+	select {
+	case a.queries <- func() { f(); close(done) }:
+	case <-a.eps.stopped:
+		return errStopping
+	case <-ctx.Done():
+		return fmt.Errorf("the agent's loop does not answer: %w", context.Cause(ctx))
+	}
+	<-done
+	return nil
+}
+
+// Run is the loop. It returns when ctx ends, leaving everything in place.
+func (a *Agent) Run(ctx context.Context) error {
+	defer a.eps.stop()
+	events, err := a.stack.Watch(ctx)
+	if err != nil {
+		return fmt.Errorf("follow the node's devices: %w", err)
+	}
+	txn := a.tables.DB.WriteTxn(a.tables.Services, a.tables.Slices)
+	a.svcs, err = a.tables.Services.Changes(txn)
+	if err == nil {
+		a.slices, err = a.tables.Slices.Changes(txn)
+	}
+	txn.Commit()
+	if err != nil {
+		return fmt.Errorf("follow services: %w", err)
+	}
+	synced := make(chan struct{})
+	go func() {
+		if a.tables.WaitSynced(ctx) == nil {
+			close(synced)
+		}
+	}()
+	verify := time.NewTicker(verifyEvery)
+	defer verify.Stop()
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	a.dirty.stack, a.dirty.nodes, a.dirty.peers, a.dirty.verify = true, true, true, true
+
+	var earliest time.Time // throttle: not before
+	for {
+		urgent := false
+		select {
+		case <-ctx.Done():
+			return nil
+		case f := <-a.queries:
+			f()
+			continue
+		case <-synced:
+			a.synced, synced = true, nil
+			a.log.Info("all objects known; starting to apply")
+		case <-events:
+			a.dirty.stack = true
+		case <-a.eps.kick:
+			a.dirty.peers, urgent = true, true
+		case <-verify.C:
+			a.dirty.stack, a.dirty.verify = true, true
+		case <-timer.C:
+		case <-a.watch.nodes:
+			a.watch.nodes, a.dirty.nodes, a.dirty.peers = nil, true, true
+		case <-a.watch.pods:
+			a.watch.pods, a.dirty.peers = nil, true
+		case <-a.watch.namespaces:
+			a.watch.namespaces, a.dirty.peers = nil, true
+		case <-a.watch.policies:
+			a.watch.policies, a.dirty.peers = nil, true
+		case <-a.watch.cidrs:
+			a.watch.cidrs, a.dirty.peers = nil, true
+		case <-a.watch.services:
+			a.watch.services = nil
+		case <-a.watch.slices:
+			a.watch.slices = nil
+		}
+		now := time.Now()
+		if !urgent && now.Before(earliest) {
+			timer.Reset(earliest.Sub(now))
+			continue
+		}
+		next := a.round(ctx)
+		took := time.Since(now)
+		a.stats.rounds++
+		a.stats.last = took
+		a.stats.total += took
+		earliest = time.Now().Add(min(took, maxThrottle))
+		if !next.IsZero() {
+			timer.Reset(max(time.Until(next), time.Millisecond))
+		}
+	}
+}
+
+const (
+	verifyEvery = 10 * time.Second
+	// maxThrottle bounds how long changes are gathered: as long as the last
+	// round took, so that the loop works half of the time at most.
+	maxThrottle = 500 * time.Millisecond
+	// serviceRetry is when a service with a problem is compiled again.
+	serviceRetry = 10 * time.Second
+)
+
+// watches are the channels that close when a table changes; nil = it has,
+// and the next round reads the table.
+type watches struct {
+	nodes, pods, namespaces, policies, cidrs, services, slices <-chan struct{}
+}
+
+func serviceNode(w *world) service.Node {
+	return service.Node{Name: w.self.Name, Zone: w.zone}
+}

@@ -1,0 +1,510 @@
+package agent
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/podweir/podweir/internal/endpoint"
+	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/internal/node"
+	"github.com/podweir/podweir/internal/policy"
+	"github.com/podweir/podweir/internal/reconcile"
+	"github.com/podweir/podweir/internal/tunnel"
+)
+
+// peers writes who stands behind an address and what is allowed between them:
+// pw_nodes, pw_node_ids, pw_addrs, pw_prefixes, pw_endpoints, pw_policy and
+// pw_port_class, in an order that is safe at every step.
+type peers struct {
+	gens      *generations
+	ids       *nodeIDs
+	nodes     *reconcile.Table[uint32, maps.Node]
+	nodeIDs   *reconcile.Table[maps.Addr, uint32]
+	addrs     *reconcile.Table[maps.Addr, maps.Peer]
+	prefixes  *reconcile.Table[maps.PrefixKey, maps.Peer]
+	endpoints *reconcile.Table[maps.Addr, maps.Endpoint]
+	policy    *reconcile.Table[maps.PolicyKey, maps.PolicyEntry]
+	classes   *reconcile.Table[uint32, uint16]
+
+	slots       map[maps.Addr]uint32
+	prefixSlots *lpm[uint32]
+	portClasses []policy.PortClass
+	state       *policy.State // of the output the maps hold
+}
+
+// localEndpoint is a pod of this node whose Pod object is known.
+type localEndpoint struct {
+	endpoint.Endpoint
+	pod types.NamespacedName
+}
+
+// peerInput is what one round has compiled.
+type peerInput struct {
+	self      string
+	selfAddr  netip.Addr // tunnel endpoint of this node
+	vni       uint32
+	ways      map[netip.Addr]node.Way // how the kernel reaches the others
+	nodes     []tunnel.NodeInfo
+	tunnel    tunnel.Output
+	policy    policy.Output
+	endpoints map[netip.Addr]localEndpoint
+}
+
+// newPeers adopts what the maps hold.
+func newPeers(st stores, now func() time.Time) (*peers, error) {
+	gens, err := newGenerations(st.gens, now)
+	if err != nil {
+		return nil, err
+	}
+	p := &peers{
+		gens:        gens,
+		nodes:       reconcile.New(st.nodes),
+		nodeIDs:     reconcile.New(st.nodeIDs),
+		addrs:       reconcile.New(st.addrs),
+		prefixes:    reconcile.New(st.prefixes),
+		endpoints:   reconcile.New(st.endpoints),
+		policy:      reconcile.New(st.policy),
+		classes:     reconcile.New(st.classes),
+		slots:       make(map[maps.Addr]uint32),
+		prefixSlots: newLPM[uint32](),
+	}
+	err = errors.Join(p.nodes.Load(), p.nodeIDs.Load(), p.addrs.Load(), p.prefixes.Load(),
+		p.endpoints.Load(), p.policy.Load(), p.classes.Load())
+	if err != nil {
+		return nil, err
+	}
+	p.ids = adoptNodeIDs(st.nodesMax, p.nodes.All(), p.nodeIDs.All())
+	p.adoptSlots()
+	p.state = policy.Restore(p.snapshot())
+	return p, nil
+}
+
+// adoptSlots takes over the slots of an earlier run. Of two entries that
+// claim one slot (corrupted maps) one gets another, and so does an endpoint
+// whose slot is not that of its address.
+func (p *peers) adoptSlots() {
+	for k, v := range p.addrs.All() {
+		if p.gens.adopt(v.Slot) {
+			p.slots[k] = v.Slot
+		}
+	}
+	for k, v := range p.prefixes.All() {
+		if p.gens.adopt(v.Slot) {
+			p.prefixSlots.set(k, v.Slot)
+		}
+	}
+	for k, v := range p.endpoints.All() {
+		if _, ok := p.slots[k]; !ok && p.gens.adopt(v.Slot) {
+			p.slots[k] = v.Slot
+		}
+	}
+}
+
+func (p *peers) snapshot() policy.Snapshot {
+	s := policy.Snapshot{
+		Addrs:     make(map[netip.Addr]uint32, p.addrs.Len()),
+		Prefixes:  make(map[netip.Prefix]uint32, p.prefixes.Len()),
+		Policy:    make(policy.Table, p.policy.Len()),
+		Endpoints: make(map[netip.Addr][2]uint32, p.endpoints.Len()),
+	}
+	for k, v := range p.addrs.All() {
+		s.Addrs[maps.FromAddr(k)] = v.Identity
+	}
+	for k, v := range p.prefixes.All() {
+		s.Prefixes[maps.FromPrefix(k)] = v.Identity
+	}
+	for k, v := range p.policy.All() {
+		s.Policy[k] = v
+	}
+	for k, v := range p.endpoints.All() {
+		s.Endpoints[maps.FromAddr(k)] = [2]uint32{v.PolicyIn, v.PolicyOut}
+	}
+	ports := make([]uint32, 0, p.classes.Len())
+	for port := range p.classes.All() {
+		ports = append(ports, port)
+	}
+	slices.Sort(ports)
+	for _, port := range ports {
+		class, _ := p.classes.Actual(port)
+		if n := len(s.PortClasses); n > 0 && s.PortClasses[n-1].Class == class && uint32(s.PortClasses[n-1].Hi)+1 == port {
+			s.PortClasses[n-1].Hi = uint16(port)
+			continue
+		}
+		s.PortClasses = append(s.PortClasses, policy.PortClass{Lo: uint16(port), Hi: uint16(port), Class: class})
+	}
+	return s
+}
+
+// apply brings the maps to what was compiled. Errors are by map and key; the
+// rest is in force all the same.
+func (p *peers) apply(in peerInput) error {
+	var errs []error
+	note := func(err error) {
+		if err != nil {
+			errs = append(errs, err)
+		}
+	}
+	// Who can be reached, before anything refers to it.
+	nodes, nodeErrs := p.compileNodes(in)
+	errs = append(errs, nodeErrs...)
+	up := p.nodes.Upsert()
+	note(up.Err())
+	note(p.nodeIDs.Upsert().Err())
+	renumbered := up.Changed
+
+	// New tables beside the old ones, and what makes the change safe.
+	tables := make(map[maps.PolicyKey]maps.PolicyEntry)
+	for _, t := range in.policy.Tables {
+		for k, v := range t {
+			tables[k] = v
+		}
+	}
+	both := tables
+	if len(in.policy.Transitional) > 0 {
+		both = make(map[maps.PolicyKey]maps.PolicyEntry, len(tables)+len(in.policy.Transitional))
+		for k, v := range tables {
+			both[k] = v
+		}
+		for k, v := range in.policy.Transitional {
+			both[k] = v
+		}
+	}
+	p.policy.Desire(both)
+	note(p.policy.Upsert().Err())
+	note(p.applyClasses(in.policy.PortClasses))
+
+	addrs, prefixes, endpoints := p.compilePeers(in, nodes)
+	m := moves{p: p, note: note}
+	p.applyEarly(in, addrs, prefixes, endpoints, &m)
+
+	// Addresses to where they belong.
+	p.prefixes.Desire(prefixes)
+	p.addrs.Desire(addrs)
+	p.endpoints.Desire(endpoints)
+	m.prefixes(p.prefixes.Upsert())
+	m.addrs(p.addrs.Upsert())
+	m.endpoints(p.endpoints.Upsert())
+
+	// Removals, then everything that was decided from what moved.
+	m.endpoints(p.endpoints.Prune())
+	m.addrs(p.addrs.Prune())
+	m.prefixes(p.prefixes.Prune())
+	for _, id := range renumbered {
+		p.bumpNode(id)
+	}
+	p.dropUnusedSlots()
+	note(p.gens.flush())
+
+	// What nothing refers to any more.
+	p.policy.Desire(tables)
+	note(p.policy.Prune().Err())
+	note(p.nodeIDs.Prune().Err())
+	note(p.nodes.Prune().Err())
+	names := make(map[string]bool, len(nodes))
+	for name := range nodes {
+		names[name] = true
+	}
+	p.ids.retain(names)
+	p.state = in.policy.State
+	return errors.Join(errs...)
+}
+
+// applyEarly gives the passing identities, then the endpoints their tables.
+func (p *peers) applyEarly(in peerInput, addrs map[maps.Addr]maps.Peer, prefixes map[maps.PrefixKey]maps.Peer, endpoints map[maps.Addr]maps.Endpoint, m *moves) {
+	for prefix, id := range in.policy.Early.Prefixes {
+		k, err := maps.ToPrefix(prefix)
+		if err != nil {
+			continue
+		}
+		v, ok := p.prefixes.Actual(k)
+		if !ok {
+			if v, ok = prefixes[k]; !ok {
+				continue
+			}
+		}
+		v.Identity = id
+		p.prefixes.Set(k, v)
+	}
+	m.prefixes(p.prefixes.Upsert())
+	early := make(map[maps.Addr]uint32, len(in.policy.Early.Addrs))
+	for a, id := range in.policy.Early.Addrs {
+		k := maps.ToAddr(a)
+		early[k] = id
+		v, ok := p.addrs.Actual(k)
+		if !ok {
+			if v, ok = addrs[k]; !ok {
+				continue
+			}
+		}
+		v.Identity = id
+		p.addrs.Set(k, v)
+	}
+	m.addrs(p.addrs.Upsert())
+	for k, v := range endpoints {
+		if id, ok := early[k]; ok {
+			v.Identity = id
+		} else if old, ok := p.endpoints.Actual(k); ok {
+			v.Identity = old.Identity
+		}
+		p.endpoints.Set(k, v)
+	}
+	m.endpoints(p.endpoints.Upsert())
+}
+
+// moves collects what the phases changed and moves the generations.
+type moves struct {
+	p    *peers
+	note func(error)
+}
+
+func (m *moves) addrs(r reconcile.Result[maps.Addr]) {
+	m.note(r.Err())
+	for _, k := range r.Added {
+		// Until now the address was judged by the prefix around it.
+		if slot, ok := m.p.prefixSlots.lookup(k.B, 128); ok {
+			m.p.gens.bump(slot)
+		}
+	}
+	m.touched(r.Touched())
+	m.freed(r.Removed)
+}
+
+func (m *moves) endpoints(r reconcile.Result[maps.Addr]) {
+	m.note(r.Err())
+	m.touched(r.Touched())
+	m.freed(r.Removed)
+}
+
+func (m *moves) touched(keys []maps.Addr) {
+	for _, k := range keys {
+		m.p.gens.bump(m.p.slots[k])
+	}
+}
+
+// freed gives back the slots of addresses that are in neither map any more.
+func (m *moves) freed(keys []maps.Addr) {
+	for _, k := range keys {
+		_, isAddr := m.p.addrs.Actual(k)
+		_, isEndpoint := m.p.endpoints.Actual(k)
+		if slot, ok := m.p.slots[k]; ok && !isAddr && !isEndpoint {
+			m.p.gens.release(slot)
+			delete(m.p.slots, k)
+		}
+	}
+}
+
+func (m *moves) prefixes(r reconcile.Result[maps.PrefixKey]) {
+	m.note(r.Err())
+	for _, k := range r.Added {
+		if slot, ok := m.p.prefixSlots.parent(k); ok {
+			m.p.gens.bump(slot)
+		}
+	}
+	for _, k := range r.Touched() {
+		m.p.gens.bump(m.p.prefixSlots.m[k])
+	}
+	for _, k := range r.Removed {
+		if slot, ok := m.p.prefixSlots.m[k]; ok {
+			m.p.gens.release(slot)
+			m.p.prefixSlots.remove(k)
+		}
+	}
+}
+
+// dropUnusedSlots gives back the slots of what could never be written and is
+// no longer wanted.
+func (p *peers) dropUnusedSlots() {
+	if len(p.slots) > p.addrs.Len() {
+		for k, slot := range p.slots {
+			_, isAddr := p.addrs.Actual(k)
+			_, wanted := p.addrs.Desired(k)
+			_, isEndpoint := p.endpoints.Actual(k)
+			_, wantedEndpoint := p.endpoints.Desired(k)
+			if !isAddr && !wanted && !isEndpoint && !wantedEndpoint {
+				p.gens.release(slot)
+				delete(p.slots, k)
+			}
+		}
+	}
+	if len(p.prefixSlots.m) > p.prefixes.Len() {
+		for k, slot := range p.prefixSlots.m {
+			_, is := p.prefixes.Actual(k)
+			if _, wanted := p.prefixes.Desired(k); !is && !wanted {
+				p.gens.release(slot)
+				p.prefixSlots.remove(k)
+			}
+		}
+	}
+}
+
+// bumpAddr moves the generation that flows to an address depend on.
+func (p *peers) bumpAddr(k maps.Addr) {
+	if slot, ok := p.slots[k]; ok {
+		p.gens.bump(slot)
+	} else if slot, ok := p.prefixSlots.lookup(k.B, 128); ok {
+		p.gens.bump(slot)
+	}
+}
+
+func (p *peers) bumpNode(id uint32) {
+	for k, v := range p.addrs.All() {
+		if v.Node == id {
+			p.gens.bump(p.slots[k])
+		}
+	}
+	for k, v := range p.prefixes.All() {
+		if v.Node == id {
+			p.gens.bump(p.prefixSlots.m[k])
+		}
+	}
+}
+
+// compileNodes gives the other nodes their ids and says what pw_nodes and
+// pw_node_ids shall hold.
+func (p *peers) compileNodes(in peerInput) (ids map[string]uint32, errs []error) {
+	ids = make(map[string]uint32)
+	nodes := make(map[uint32]maps.Node)
+	byAddr := make(map[maps.Addr]uint32)
+	for _, n := range in.nodes {
+		if n.Name == in.self || !n.Addr.IsValid() {
+			continue
+		}
+		addr := maps.ToAddr(n.Addr)
+		id, err := p.ids.get(n.Name, addr)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		ids[n.Name] = id
+		nodes[id] = nodeEntry(n, in.selfAddr, in.vni, in.ways)
+		byAddr[addr] = id
+	}
+	p.nodes.Desire(nodes)
+	p.nodeIDs.Desire(byAddr)
+	return ids, errs
+}
+
+// compilePeers joins what the tunnel knows of an address (node and flags)
+// with what policy does (identity). An address that only one of them names
+// has the rest from the longest prefix around it.
+func (p *peers) compilePeers(in peerInput, nodes map[string]uint32) (map[maps.Addr]maps.Peer, map[maps.PrefixKey]maps.Peer, map[maps.Addr]maps.Endpoint) {
+	ways := newLPM[maps.Peer]()
+	for prefix, t := range in.tunnel.Prefixes {
+		if k, err := maps.ToPrefix(prefix); err == nil {
+			ways.set(k, maps.Peer{Node: nodes[t.Node], Flags: t.Flags})
+		}
+	}
+	identities := newLPM[uint32]()
+	for prefix, id := range in.policy.Prefixes {
+		if k, err := maps.ToPrefix(prefix); err == nil {
+			identities.set(k, id)
+		}
+	}
+	identity := func(k maps.PrefixKey) uint32 {
+		if id, ok := identities.covering(k); ok {
+			return id
+		}
+		return maps.IdentityWorld
+	}
+	prefixes := make(map[maps.PrefixKey]maps.Peer, len(ways.m)+len(identities.m))
+	prefix := func(k maps.PrefixKey) {
+		v, _ := ways.covering(k)
+		v.Identity = identity(k)
+		slot, ok := p.prefixSlots.m[k]
+		if !ok {
+			slot = p.gens.alloc()
+			p.prefixSlots.set(k, slot)
+		}
+		v.Slot = slot
+		prefixes[k] = v
+	}
+	for k := range ways.m {
+		prefix(k)
+	}
+	for k := range identities.m {
+		prefix(k)
+	}
+	addrs := make(map[maps.Addr]maps.Peer, len(in.tunnel.Addrs))
+	addr := func(a netip.Addr) {
+		k := maps.ToAddr(a)
+		whole := maps.PrefixKey{Len: 128, Addr: k.B}
+		v, _ := ways.covering(whole)
+		if t, ok := in.tunnel.Addrs[a]; ok {
+			v = maps.Peer{Node: nodes[t.Node], Flags: t.Flags}
+		}
+		id, ok := in.policy.Addrs[a]
+		if !ok {
+			id = identity(whole)
+		}
+		v.Identity, v.Slot = id, p.slot(k)
+		addrs[k] = v
+	}
+	for a := range in.tunnel.Addrs {
+		addr(a)
+	}
+	for a := range in.policy.Addrs {
+		if _, done := in.tunnel.Addrs[a]; !done {
+			addr(a)
+		}
+	}
+	endpoints := make(map[maps.Addr]maps.Endpoint, len(in.endpoints))
+	for a, ep := range in.endpoints {
+		k := maps.ToAddr(a)
+		tables := in.policy.Endpoints[ep.pod]
+		v := maps.Endpoint{
+			Id:        ep.ID,
+			Ifindex:   uint32(ep.HostIfindex),
+			PolicyIn:  tables.In,
+			PolicyOut: tables.Out,
+			Identity:  addrs[k].Identity,
+			Slot:      p.slot(k),
+		}
+		copy(v.Mac[:], ep.MAC)
+		endpoints[k] = v
+	}
+	return addrs, prefixes, endpoints
+}
+
+func (p *peers) slot(k maps.Addr) uint32 {
+	slot, ok := p.slots[k]
+	if !ok {
+		slot = p.gens.alloc()
+		p.slots[k] = slot
+	}
+	return slot
+}
+
+func (p *peers) applyClasses(want []policy.PortClass) error {
+	if !slices.Equal(want, p.portClasses) || p.portClasses == nil {
+		classes := make(map[uint32]uint16)
+		for _, c := range want {
+			for port := uint32(c.Lo); port <= uint32(c.Hi); port++ {
+				classes[port] = c.Class
+			}
+		}
+		p.classes.Desire(classes)
+		p.portClasses = slices.Clone(want)
+	}
+	if err := errors.Join(p.classes.Upsert().Err(), p.classes.Prune().Err()); err != nil {
+		return fmt.Errorf("port classes: %w", err)
+	}
+	return nil
+}
+
+// nextRetry is when a failed entry is due again.
+func (p *peers) nextRetry() (next time.Time) {
+	for _, t := range []func() (time.Time, bool){
+		p.nodes.NextRetry, p.nodeIDs.NextRetry, p.addrs.NextRetry, p.prefixes.NextRetry,
+		p.endpoints.NextRetry, p.policy.NextRetry, p.classes.NextRetry,
+	} {
+		if at, ok := t(); ok && (next.IsZero() || at.Before(next)) {
+			next = at
+		}
+	}
+	return next
+}

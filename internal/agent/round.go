@@ -1,0 +1,414 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/cilium/statedb"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/internal/node"
+	"github.com/podweir/podweir/internal/policy"
+	"github.com/podweir/podweir/internal/service"
+	"github.com/podweir/podweir/internal/table"
+	"github.com/podweir/podweir/internal/tunnel"
+)
+
+// round reads what is dirty, compiles and applies it. It returns when to come
+// back even if nothing changes; zero = never.
+func (a *Agent) round(ctx context.Context) time.Time {
+	txn := a.tables.DB.ReadTxn()
+	if !a.synced {
+		pending := fmt.Sprintf("the first list of %v is not in", a.tables.Pending(txn))
+		a.eps.notRunning(pending)
+		a.notReady(pending)
+		return time.Time{}
+	}
+	first := !a.full
+	if a.dirty.nodes || a.dirty.stack {
+		a.readNodes(txn)
+		a.syncStack(ctx)
+	}
+	a.dirty.routes = a.dirty.routes || a.dirty.peers || a.dirty.stack || a.dirty.nodes
+	if a.dirty.peers {
+		a.syncPeers(txn)
+		a.dirty.peers = false
+	}
+	a.syncServices(txn)
+	if a.dirty.stack || a.dirty.nodes {
+		a.dirty.stack, a.dirty.nodes = false, false
+	}
+	a.syncRoutes()
+	a.syncPrograms(ctx)
+	if first {
+		a.services.buryLeftovers()
+		a.full = true
+		a.log.Info("first full round done", "services", len(a.services.byName),
+			"addresses", a.peers.addrs.Len(), "endpoints", a.peers.endpoints.Len())
+	}
+	next, err := a.services.sweep()
+	a.problem("backend sets", "", err)
+	if err = a.gens.flush(); err != nil {
+		next = sooner(next, time.Now().Add(time.Second))
+	}
+	a.problem("generations", "", err)
+	a.publish()
+	return a.comeBack(next)
+}
+
+// comeBack is the earliest of all times that something is due again.
+func (a *Agent) comeBack(next time.Time) time.Time {
+	if at := a.peers.nextRetry(); !at.IsZero() {
+		next = sooner(next, at)
+		a.dirty.peers = true
+	}
+	if at, ok := a.services.frontends.NextRetry(); ok {
+		next = sooner(next, at)
+	}
+	for _, at := range a.retry {
+		next = sooner(next, at)
+	}
+	return next
+}
+
+func sooner(a, b time.Time) time.Time {
+	if a.IsZero() || !b.IsZero() && b.Before(a) {
+		return b
+	}
+	return a
+}
+
+// readNodes compiles the Node objects.
+func (a *Agent) readNodes(txn statedb.ReadTxn) {
+	seq, watch := a.tables.Nodes.AllWatch(txn)
+	a.watch.nodes = watch
+	objects := collect(seq)
+	nodes, errs := tunnel.Nodes(objects)
+	a.problems["nodes"] = problems("", errs...)
+	a.world.nodes = nodes
+	a.world.self = tunnel.NodeInfo{Name: a.opt.NodeName}
+	for _, n := range nodes {
+		if n.Name == a.opt.NodeName {
+			a.world.self = n
+		}
+	}
+	zone := ""
+	if self, _, ok := a.tables.Nodes.Get(txn, table.ByName[*corev1.Node]("", a.opt.NodeName)); ok {
+		zone = self.Labels[corev1.LabelTopologyZone]
+	}
+	if zone != a.world.zone {
+		a.world.zone = zone
+		for name := range a.services.byName {
+			a.dirty.services[name] = struct{}{}
+		}
+	}
+	a.problem("pod CIDRs", "Node "+a.opt.NodeName, a.ipam.SetCIDRs(a.world.self.PodCIDRs))
+}
+
+// syncStack reads the node's devices and sets up ours.
+func (a *Agent) syncStack(ctx context.Context) {
+	devices, err := a.stack.Devices()
+	a.problem("devices", "", err)
+	if err != nil {
+		return // keep what was known; the next event or tick reads it again
+	}
+	w := &a.world
+	if !slices.Equal(node.Addrs(devices), node.Addrs(w.devices)) {
+		a.dirty.peers = true
+	}
+	w.devices = devices
+	w.outside = node.Outside(devices, w.self.InternalIPs)
+	a.ipam.SetNodeAddrs(node.Addrs(devices))
+
+	overlay := node.Overlay{MAC: w.self.MAC}
+	if w.self.Addr.IsValid() {
+		d, ok := node.Holding(devices, w.self.Addr)
+		if ok {
+			overlay.MTU = tunnel.MTU(d.MTU, w.self.Addr)
+			err = nil
+		} else {
+			err = fmt.Errorf("no device of this node has its address %s: is it assigned, or does the Node object belong to another machine?", w.self.Addr)
+		}
+	}
+	a.problem("node address", "Node "+a.opt.NodeName, err)
+	if a.opt.MTU != 0 {
+		overlay.MTU = a.opt.MTU
+	}
+	if overlay.MTU != 0 {
+		w.mtu = overlay.MTU
+		a.mtu.Store(int64(overlay.MTU))
+	}
+	index, created, err := a.stack.EnsureOverlay(overlay)
+	if err == nil && (index != w.overlay || created) {
+		err = a.dp.SetOverlay(ctx, index)
+		a.dirty.verify = true
+	}
+	if err == nil {
+		w.overlay = index
+	}
+	a.problem("tunnel device", "", err)
+	a.readWays()
+	a.problem("sysctls", "", a.stack.SyncSysctls(w.outside))
+}
+
+// syncPeers compiles tunnel and policy and writes the difference.
+func (a *Agent) syncPeers(txn statedb.ReadTxn) {
+	w := &a.world
+	pods, watch := a.tables.Pods.AllWatch(txn)
+	a.watch.pods = watch
+	namespaces, watch := a.tables.Namespaces.AllWatch(txn)
+	a.watch.namespaces = watch
+	policies, watch := a.tables.Policies.AllWatch(txn)
+	a.watch.policies = watch
+	cidrs, watch := a.tables.ServiceCIDRs.AllWatch(txn)
+	a.watch.cidrs = watch
+	nodes, watch := a.tables.Nodes.AllWatch(txn)
+	a.watch.nodes = watch
+
+	w.local = a.eps.collect(func(n types.NamespacedName) *corev1.Pod {
+		p, _, _ := a.tables.Pods.Get(txn, table.ByName[*corev1.Pod](n.Namespace, n.Name))
+		return p
+	})
+	w.cidrs = a.serviceCIDRs(collect(cidrs))
+	allPods := collect(pods)
+	local := make(map[netip.Addr]types.NamespacedName, len(w.local.byAddr))
+	for addr, ep := range w.local.byAddr {
+		local[addr] = ep.pod
+	}
+	hostAddrs := node.Addrs(w.devices)
+	t := tunnel.Compile(tunnel.Input{
+		Self: a.opt.NodeName, Nodes: w.nodes, Pods: allPods, HostAddrs: hostAddrs,
+		ServiceCIDRs: w.cidrs, Local: local,
+	})
+	p := policy.Compile(policy.Input{
+		Pods:       policyPods(allPods, a.opt.NodeName, w.local),
+		Namespaces: policyNamespaces(collect(namespaces)),
+		Nodes:      policyNodes(collect(nodes), a.opt.NodeName, hostAddrs),
+		Policies:   collect(policies),
+	}, a.peers.state)
+	w.in = peerInput{
+		self: a.opt.NodeName, selfAddr: w.self.Addr, vni: a.opt.VNI, ways: w.ways,
+		nodes: w.nodes, tunnel: t, policy: p, endpoints: w.local.byAddr,
+	}
+	err := a.peers.apply(w.in)
+	a.problems["tunnel"] = problems("", t.Errs...)
+	a.problems["policy"] = nil
+	for _, pr := range p.Problems {
+		a.problems["policy"] = append(a.problems["policy"], table.Problem{Object: pr.Object, Err: pr.Field + ": " + pr.Err})
+	}
+	a.problems["endpoints"] = problems("", w.local.errs...)
+	a.problem("addresses and policy", "", err)
+	w.local.answer(a.inForce)
+}
+
+// inForce says why a local address is not as the loop wants it.
+func (a *Agent) inForce(addr netip.Addr) error {
+	k := maps.ToAddr(addr)
+	want, ok := a.peers.endpoints.Desired(k)
+	have, is := a.peers.endpoints.Actual(k)
+	if ok && is && want == have {
+		return nil
+	}
+	if err := a.peers.endpoints.Failed()[k]; err != nil {
+		return err
+	}
+	return fmt.Errorf("address %s belongs to another endpoint of this node", addr)
+}
+
+// serviceCIDRs joins the flag's ranges and those of the ServiceCIDR objects.
+func (a *Agent) serviceCIDRs(objects []*networkingv1.ServiceCIDR) []netip.Prefix {
+	out := slices.Clone(a.opt.ServiceCIDRs)
+	var list []table.Problem
+	for _, o := range objects {
+		for _, s := range o.Spec.CIDRs {
+			p, err := netip.ParsePrefix(s)
+			if err != nil {
+				list = append(list, table.Problem{Object: "ServiceCIDR " + o.Name, Err: "spec.cidrs: " + err.Error()})
+				continue
+			}
+			if p = p.Masked(); !slices.Contains(out, p) {
+				out = append(out, p)
+			}
+		}
+	}
+	a.problems["service ranges"] = list
+	return out
+}
+
+// syncServices compiles the services that changed, alone or in their slices.
+func (a *Agent) syncServices(txn statedb.ReadTxn) {
+	changed, watch := a.svcs.Next(txn)
+	a.watch.services = watch
+	for c := range changed {
+		a.dirty.services[types.NamespacedName{Namespace: c.Object.Namespace, Name: c.Object.Name}] = struct{}{}
+	}
+	changedSlices, watch := a.slices.Next(txn)
+	a.watch.slices = watch
+	for c := range changedSlices {
+		key := table.Key(c.Object.Namespace, c.Object.Name)
+		if old, ok := a.sliceOf[key]; ok {
+			a.dirty.services[old] = struct{}{}
+			delete(a.sliceOf, key)
+		}
+		if name := c.Object.Labels[discoveryv1.LabelServiceName]; name != "" && !c.Deleted {
+			svc := types.NamespacedName{Namespace: c.Object.Namespace, Name: name}
+			a.dirty.services[svc] = struct{}{}
+			a.sliceOf[key] = svc
+		}
+	}
+	now := time.Now()
+	for name, at := range a.retry {
+		if !now.Before(at) {
+			a.dirty.services[name] = struct{}{}
+			delete(a.retry, name)
+		}
+	}
+	if len(a.dirty.services) == 0 {
+		a.problem("frontends", "", a.services.retry())
+		return
+	}
+	batch := make(map[types.NamespacedName]service.Compiled, len(a.dirty.services))
+	self := serviceNode(&a.world)
+	for name := range a.dirty.services {
+		key := "Service " + name.String()
+		delete(a.problems, key)
+		delete(a.retry, name)
+		svc, _, ok := a.tables.Services.Get(txn, table.ByName[*corev1.Service](name.Namespace, name.Name))
+		if !ok {
+			batch[name] = service.Compiled{}
+			continue
+		}
+		c, err := service.Compile(svc, collect(a.tables.Slices.List(txn, table.SlicesByService(name.Namespace, name.Name))), self)
+		if err != nil {
+			a.problems[key] = problems(key, err)
+		}
+		batch[name] = c
+	}
+	a.stats.services += uint64(len(batch))
+	a.dirty.services = make(map[types.NamespacedName]struct{})
+	again, errs := a.services.apply(batch)
+	for _, name := range again {
+		a.retry[name] = now
+	}
+	for name, err := range errs {
+		key := "Service " + name.String()
+		a.problems[key] = append(a.problems[key], problems(key, err)...)
+		a.retry[name] = now.Add(serviceRetry)
+	}
+}
+
+// syncRoutes sets the host's routes as the last tunnel output says.
+func (a *Agent) syncRoutes() {
+	w := &a.world
+	if w.overlay == 0 || !a.dirty.routes {
+		return
+	}
+	want := make([]node.Route, 0, len(w.in.tunnel.Routes))
+	for _, r := range w.in.tunnel.Routes {
+		n := node.Route{Dst: r.Dst, Blackhole: r.Kind == tunnel.RouteBlackhole}
+		if !n.Blackhole {
+			for _, ip := range w.self.InternalIPs {
+				if ip.Is4() == r.Dst.Addr().Is4() {
+					n.Src = ip
+					break
+				}
+			}
+		}
+		want = append(want, n)
+	}
+	_, err := a.stack.SyncRoutes(want, w.overlay)
+	a.problem("routes", "", err)
+	a.dirty.routes = false // what failed waits for an event or the next tick
+}
+
+// syncPrograms attaches to the devices that need it and no others.
+func (a *Agent) syncPrograms(ctx context.Context) {
+	w := &a.world
+	var errs []error
+	if a.dirty.verify {
+		repaired, err := a.dp.Verify(ctx)
+		errs = append(errs, err)
+		for _, what := range repaired {
+			a.log.Warn("programs were not as they should be; repaired", "what", what)
+		}
+		a.dirty.verify = false
+	}
+	wanted := make(map[int]string)
+	if w.overlay != 0 {
+		wanted[w.overlay] = node.OverlayName
+	}
+	for _, d := range w.outside {
+		wanted[d.Index] = d.Name
+	}
+	for index, name := range w.attached {
+		if wanted[index] == name {
+			continue
+		}
+		if err := a.dp.Detach(ctx, index); err != nil {
+			errs = append(errs, fmt.Errorf("device %s: detach: %w", name, err))
+		}
+		delete(w.attached, index)
+	}
+	for index, name := range wanted {
+		if _, done := w.attached[index]; done {
+			continue
+		}
+		attach := a.dp.AttachNetdev
+		if index == w.overlay {
+			attach = a.dp.AttachOverlay
+		}
+		if err := attach(ctx, index, name); err != nil {
+			errs = append(errs, fmt.Errorf("device %s: attach: %w", name, err))
+			continue
+		}
+		w.attached[index] = name
+		a.log.Info("attached", "device", name, "ifindex", index)
+	}
+	a.problem("programs", "", errors.Join(errs...))
+}
+
+// publish says what is wrong, and whether the agent is ready.
+func (a *Agent) publish() {
+	var all []table.Problem
+	for _, list := range a.problems {
+		all = append(all, list...)
+	}
+	added, gone := a.tables.SetProblems(problemOwner, all)
+	for _, p := range added {
+		a.log.Error("problem", "object", p.Object, "error", p.Err)
+	}
+	for _, p := range gone {
+		a.log.Info("problem solved", "object", p.Object, "error", p.Err)
+	}
+	var waits []string
+	w := &a.world
+	if _, ok := w.attached[w.overlay]; !ok || w.overlay == 0 {
+		waits = append(waits, "programs are not attached to "+node.OverlayName)
+	}
+	if len(w.outside) == 0 {
+		waits = append(waits, "no device holds an address of this node or a default route")
+	}
+	for _, d := range w.outside {
+		if _, ok := w.attached[d.Index]; !ok {
+			waits = append(waits, "programs are not attached to "+d.Name)
+		}
+	}
+	if w.self.Addr == (netip.Addr{}) {
+		waits = append(waits, fmt.Sprintf("Node %s is not among the objects or has no InternalIP", a.opt.NodeName))
+	}
+	was := a.NotReady()
+	a.notReady(waits...)
+	if len(waits) == 0 && len(was) > 0 {
+		a.log.Info("ready")
+	} else if len(waits) > 0 && !slices.Equal(was, waits) {
+		a.log.Warn("not ready", "waiting for", waits)
+	}
+}

@@ -1,0 +1,234 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+
+	"github.com/podweir/podweir/internal/api"
+	"github.com/podweir/podweir/internal/cniapi"
+	"github.com/podweir/podweir/internal/endpoint"
+	"github.com/podweir/podweir/internal/ipam"
+	"github.com/podweir/podweir/internal/loader"
+	"github.com/podweir/podweir/internal/node"
+	"github.com/podweir/podweir/internal/source"
+	"github.com/podweir/podweir/internal/table"
+)
+
+// Defaults of [Config].
+const (
+	DefaultSocket   = "/run/podweir/agent.sock"
+	DefaultStateDir = "/var/lib/podweir"
+	DefaultListen   = "127.0.0.1:9964"
+	DefaultVNI      = 4096
+	DefaultMark     = 0x1000
+)
+
+// Config is what the process is told. Every field but Manifests, Kubeconfig,
+// ServiceCIDRs and MTU is required.
+type Config struct {
+	NodeName     string
+	Manifests    string // a folder; empty = the API server
+	Kubeconfig   string // empty = the pod's own credentials
+	BPFFS        string
+	StateDir     string
+	Socket       string
+	Listen       string // empty = not on TCP
+	ServiceCIDRs []netip.Prefix
+	MTU          int
+	Mark         uint32
+	Version      string
+	Log          *slog.Logger
+}
+
+// restoreTimeout bounds how long endpoints of an earlier run may wait for
+// their Pod objects before the plugin is served.
+const restoreTimeout = 15 * time.Second
+
+// shutdownTimeout bounds how long running requests may take when stopping.
+const shutdownTimeout = 5 * time.Second
+
+// Run is the process: it returns when ctx ends or something vital fails.
+// What it set up stays; traffic goes on.
+func Run(ctx context.Context, cfg Config) (err error) {
+	started := time.Now()
+	log := cfg.Log
+	listener, err := cniapi.Listen(cfg.Socket)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = listener.Close() }() // removes the socket file; closed by the server as a rule
+
+	tables, err := table.New()
+	if err != nil {
+		return err
+	}
+	src, from, err := newSource(cfg, tables)
+	if err != nil {
+		return err
+	}
+	stack, err := node.New(cfg.StateDir, log)
+	if err != nil {
+		return err
+	}
+	defer stack.Close()
+	overlay, _, err := stack.EnsureOverlay(node.Overlay{})
+	if err != nil {
+		return err
+	}
+	dp, err := loader.Load(ctx, loader.Config{
+		BPFFS: cfg.BPFFS, OverlayIfindex: overlay, VNI: DefaultVNI, Mark: cfg.Mark, Log: log,
+	})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, dp.Close()) }()
+	timeouts, err := loader.LoadTimeouts()
+	if err != nil {
+		return err
+	}
+	alloc := new(ipam.Allocator)
+	a, err := New(Options{
+		NodeName: cfg.NodeName, ServiceCIDRs: cfg.ServiceCIDRs, MTU: cfg.MTU, VNI: DefaultVNI, Log: log,
+	}, tables, dp, stack, alloc)
+	if err != nil {
+		return err
+	}
+	manager, err := endpoint.New(endpoint.Config{
+		StateDir: cfg.StateDir, IPAM: alloc, Datapath: dp, Regenerator: a.Endpoints(), MTU: a.MTU, Log: log,
+	})
+	if err != nil {
+		return fmt.Errorf("endpoints of an earlier run: %w", err)
+	}
+	defer func() { err = errors.Join(err, manager.Close()) }()
+	a.eps.seed(manager.List())
+	sweep := newSweeper(dp.Maps(), timeouts.For, dp.Sweep, log)
+
+	public, err := a.publicHandler(newCollector(a, dp.Maps(), sweep))
+	if err != nil {
+		return err
+	}
+	socket := &http.Server{ReadHeaderTimeout: shutdownTimeout, Handler: a.socketHandler(public, cniapi.Handler(manager), func(s *api.Status) {
+		s.Version = cfg.Version
+		s.UptimeSeconds = time.Since(started).Seconds()
+		from.Synced = s.Synced
+		s.Sources = []api.Source{from}
+	})}
+	log.Info("starting", "node", cfg.NodeName, "version", cfg.Version, "source", from.Location, "bpffs", cfg.BPFFS, "socket", cfg.Socket)
+
+	g, ctx := errgroup.WithContext(ctx)
+	g.Go(func() error { return finish(ctx, "source", src.Run(ctx)) })
+	g.Go(func() error { return finish(ctx, "loop", a.Run(ctx)) })
+	g.Go(func() error { sweep.run(ctx); return nil })
+	g.Go(func() error { return a.repair(ctx, manager) })
+	serve(ctx, g, socket, listener)
+	if cfg.Listen != "" {
+		tcp, err := net.Listen("tcp", cfg.Listen)
+		if err != nil {
+			err = fmt.Errorf("listen for health and metrics: %w; choose another address with --listen", err)
+			g.Go(func() error { return err })
+		} else {
+			serve(ctx, g, &http.Server{Handler: public, ReadHeaderTimeout: shutdownTimeout}, tcp)
+		}
+	}
+	err = g.Wait()
+	if err == nil {
+		log.Info("stopped; programs and maps stay in place")
+	}
+	return err
+}
+
+// repair restores the endpoints once all objects are known and looks after
+// them from then on.
+func (a *Agent) repair(ctx context.Context, m *endpoint.Manager) error {
+	if a.tables.WaitSynced(ctx) != nil {
+		return nil
+	}
+	restore, cancel := context.WithTimeout(ctx, restoreTimeout)
+	err := m.Restore(restore)
+	cancel()
+	if err != nil && ctx.Err() == nil {
+		a.log.Error("endpoints of an earlier run", "error", err)
+	}
+	t := time.NewTicker(verifyEvery)
+	defer t.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-t.C:
+		}
+		repaired, err := m.Repair(ctx)
+		for _, what := range repaired {
+			a.log.Warn("an endpoint was not as it should be; repaired", "what", what)
+		}
+		if err != nil && ctx.Err() == nil {
+			a.log.Error("endpoints", "error", err)
+		}
+	}
+}
+
+// finish turns the end of a part into the end of the process, with a reason
+// unless the process is ending anyway.
+func finish(ctx context.Context, what string, err error) error {
+	if ctx.Err() != nil {
+		return nil
+	}
+	if err == nil {
+		err = errors.New("ended")
+	}
+	return fmt.Errorf("%s: %w", what, err)
+}
+
+func serve(ctx context.Context, g *errgroup.Group, s *http.Server, l net.Listener) {
+	g.Go(func() error {
+		if err := s.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+			return fmt.Errorf("serve on %s: %w", l.Addr(), err)
+		}
+		return nil
+	})
+	g.Go(func() error {
+		<-ctx.Done()
+		end, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownTimeout)
+		defer cancel()
+		if s.Shutdown(end) != nil {
+			_ = s.Close()
+		}
+		return nil
+	})
+}
+
+func newSource(cfg Config, t *table.Tables) (source.Source, api.Source, error) {
+	if cfg.Manifests != "" {
+		s, err := source.NewDir(cfg.Manifests, t, cfg.Log)
+		return s, api.Source{Kind: "directory", Location: cfg.Manifests}, err
+	}
+	var (
+		rc  *rest.Config
+		err error
+	)
+	if cfg.Kubeconfig != "" {
+		rc, err = clientcmd.BuildConfigFromFlags("", cfg.Kubeconfig)
+	} else if rc, err = rest.InClusterConfig(); errors.Is(err, rest.ErrNotInCluster) {
+		err = errors.New("no source of objects: give --manifests DIR or --kubeconfig FILE, or run in a pod with a service account")
+	}
+	if err != nil {
+		return nil, api.Source{}, fmt.Errorf("API server: %w", err)
+	}
+	rc.UserAgent = "podweir-agent/" + cfg.Version
+	client, err := kubernetes.NewForConfig(rc)
+	if err != nil {
+		return nil, api.Source{}, fmt.Errorf("API server %s: %w", rc.Host, err)
+	}
+	return source.NewAPI(client, t, cfg.Log), api.Source{Kind: "api", Location: rc.Host}, nil
+}

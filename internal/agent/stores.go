@@ -1,0 +1,31 @@
+package agent
+
+import (
+	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/internal/reconcile"
+)
+
+// stores are the maps that the loop writes.
+type stores struct {
+	gens      genStore
+	services  reconcile.Store[maps.ServiceKey, maps.Service]
+	backends  reconcile.Store[maps.BackendKey, maps.Backend]
+	nodes     reconcile.Store[uint32, maps.Node]
+	nodeIDs   reconcile.Store[maps.Addr, uint32]
+	addrs     reconcile.Store[maps.Addr, maps.Peer]
+	prefixes  reconcile.Store[maps.PrefixKey, maps.Peer]
+	endpoints reconcile.Store[maps.Addr, maps.Endpoint]
+	policy    reconcile.Store[maps.PolicyKey, maps.PolicyEntry]
+	classes   reconcile.Store[uint32, uint16]
+	nodesMax  int // size of pw_nodes
+}
+
+func storesOf(set maps.Set) stores {
+	return stores{
+		gens: set.Gens, services: set.Services, backends: set.Backends,
+		nodes: reconcile.Array(set.Nodes), nodeIDs: set.NodeIDs,
+		addrs: set.Addrs, prefixes: set.Prefixes, endpoints: set.Endpoints,
+		policy: set.Policy, classes: reconcile.Array(set.PortClass),
+		nodesMax: set.Nodes.MaxEntries(),
+	}
+}

@@ -1,0 +1,272 @@
+package endpoint
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"regexp"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sync/errgroup"
+)
+
+// restoreParallel bounds how many endpoints are restored at a time.
+const restoreParallel = 8
+
+// load takes the records on disk over.
+func (m *Manager) load() {
+	records, errs := m.store.load()
+	for _, r := range records {
+		ep := r.Endpoint
+		other := m.byHostIf(ep.HostIfName)
+		err := error(nil)
+		if other != nil {
+			err = fmt.Errorf("interface %s belongs to %s too", ep.HostIfName, m.endpointOf(other))
+		} else {
+			err = m.cfg.IPAM.Reserve(owner(ep), ep.Addrs...)
+		}
+		if err != nil {
+			// Keep the file for people to look at; its pod has to be re-made.
+			errs = append(errs, fmt.Errorf("state of %s contradicts another: %w", ep, err))
+			errs = appendErr(errs, m.store.setAside(fileName(ep.Key())))
+			continue
+		}
+		m.eps[ep.Key()] = &entry{rec: r}
+		m.lastID = max(m.lastID, ep.ID)
+	}
+	for _, err := range errs {
+		m.log.Error("endpoint state", "err", err)
+	}
+	m.setup = errs
+}
+
+// findOrphans looks for host interfaces of ours that no record describes and
+// keeps their addresses from being given away.
+func (m *Manager) findOrphans() error {
+	h, err := newHandle()
+	if err != nil {
+		return err
+	}
+	defer h.Close()
+	links, err := dump(h.LinkList)
+	if err != nil {
+		return fmt.Errorf("list interfaces: %w", err)
+	}
+	ours := regexp.MustCompile(`^pw[0-9a-f]{11}$`)
+	for _, link := range links {
+		name := link.Attrs().Name
+		if link.Type() != "veth" || !ours.MatchString(name) || m.byHostIf(name) != nil {
+			continue
+		}
+		routes, err := dump(func() ([]netlink.Route, error) { return h.RouteList(link, netlink.FAMILY_ALL) })
+		if err != nil {
+			return fmt.Errorf("list routes of %s: %w", name, err)
+		}
+		var addrs []netip.Addr
+		for _, r := range routes {
+			if p := destination(r); p.IsSingleIP() && m.cfg.IPAM.Reserve(orphanOwner(name), p.Addr()) == nil {
+				addrs = append(addrs, p.Addr())
+			}
+		}
+		m.orphans[name] = addrs
+		err = fmt.Errorf("interface %s with addresses %v has no state: its pod has no network until it is re-created", name, addrs)
+		m.log.Error("endpoint state", "err", err)
+		m.setup = append(m.setup, err)
+	}
+	return nil
+}
+
+func orphanOwner(name string) string { return "interface " + name + ", whose state is lost" }
+
+// removeOrphan removes an interface without a record, if there is one. The
+// caller holds its lock.
+func (m *Manager) removeOrphan(ctx context.Context, name string) error {
+	h, err := newHandle()
+	if err != nil {
+		return err
+	}
+	defer h.Close()
+	link, err := linkByName(h, name)
+	if err != nil {
+		return err
+	}
+	if link != nil {
+		m.log.Warn("interface without state is removed", "interface", name)
+		if err := m.removeLink(ctx, name, 0); err != nil {
+			return err
+		}
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.cfg.IPAM.Release(orphanOwner(name), m.orphans[name]...)
+	delete(m.orphans, name)
+	return nil
+}
+
+// Restore brings back what the files describe; it calls the datapath and the
+// regenerator for several endpoints at a time. Call it once, after the socket
+// listens and the caches are complete. Until it returns, Add waits. The error
+// joins what went wrong with single endpoints; all others work, and the
+// manager is in service.
+func (m *Manager) Restore(ctx context.Context) error {
+	errs := m.setup
+	m.restoreOnce.Do(func() {
+		defer close(m.restored)
+		errs = append(errs, m.replay(ctx)...)
+		m.mu.Lock()
+		var all []*entry
+		for _, e := range m.eps {
+			all = append(all, e)
+		}
+		m.mu.Unlock()
+		results := make([]error, len(all))
+		var group errgroup.Group
+		group.SetLimit(restoreParallel)
+		for i, e := range all {
+			group.Go(func() error {
+				results[i] = m.restoreOne(ctx, e)
+				return nil
+			})
+		}
+		_ = group.Wait()
+		errs = append(errs, results...)
+	})
+	return errors.Join(errs...)
+}
+
+// replay carries queued deletions out.
+func (m *Manager) replay(ctx context.Context) []error {
+	keys, errs := m.store.queued()
+	for _, k := range keys {
+		err := m.Del(ctx, Request{ContainerID: k.ContainerID, IfName: k.IfName})
+		if err == nil {
+			err = removeFile(m.store.deletions, fileName(k))
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("queued deletion of %s: %w", k, err))
+		}
+	}
+	return errs
+}
+
+func (m *Manager) restoreOne(ctx context.Context, e *entry) error {
+	ep := m.endpointOf(e)
+	unlock, err := m.lockPod(ctx, ep.HostIfName)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if m.get(ep.Key()) != e {
+		return nil // a deletion was faster
+	}
+	if p := m.phaseOf(e); p != phaseReady {
+		m.log.Warn("endpoint is removed: the process ended in the middle", "endpoint", ep.String(), "phase", string(p))
+		return m.delLocked(ctx, e)
+	}
+	h, err := newHandle()
+	if err != nil {
+		return err
+	}
+	defer h.Close()
+	link, err := linkByName(h, ep.HostIfName)
+	if err != nil {
+		return err
+	}
+	if link == nil || link.Attrs().Index != ep.HostIfindex {
+		m.log.Warn("endpoint is removed: its interface is gone", "endpoint", ep.String(), "interface", ep.HostIfName)
+		return m.delLocked(ctx, e)
+	}
+	_, err = m.mend(ctx, h, e, true)
+	return err
+}
+
+// Repair re-asserts sysctls, routes, neighbours and programs of all endpoints
+// and returns what it mended.
+func (m *Manager) Repair(ctx context.Context) ([]string, error) {
+	h, err := newHandle()
+	if err != nil {
+		return nil, err
+	}
+	defer h.Close()
+	var mended []string
+	var errs []error
+	for _, ep := range m.List() {
+		e := m.get(ep.Key())
+		if e == nil {
+			continue
+		}
+		done, err := m.repairOne(ctx, h, e, ep)
+		mended = append(mended, done...)
+		errs = append(errs, err)
+	}
+	return mended, errors.Join(errs...)
+}
+
+func (m *Manager) repairOne(ctx context.Context, h *netlink.Handle, e *entry, ep Endpoint) ([]string, error) {
+	unlock, err := m.lockPod(ctx, ep.HostIfName)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	if m.get(ep.Key()) != e || m.phaseOf(e) != phaseReady {
+		return nil, nil
+	}
+	return m.mend(ctx, h, e, false)
+}
+
+// mend brings the host's half of a ready endpoint to what it should be. With
+// restart the programs and the policy are asserted unconditionally. A pod
+// whose programs cannot be attached is cut off rather than left open.
+func (m *Manager) mend(ctx context.Context, h *netlink.Handle, e *entry, restart bool) ([]string, error) {
+	ep := m.endpointOf(e)
+	link, err := linkByName(h, ep.HostIfName)
+	if err != nil {
+		return nil, err
+	}
+	if link == nil || link.Attrs().Index != ep.HostIfindex {
+		return nil, fmt.Errorf("%s: interface %s is gone: the pod has no network until it is re-created", ep, ep.HostIfName)
+	}
+	var mended []string
+	prober, canProbe := m.cfg.Datapath.(Prober)
+	if restart || !m.copyOf(e).attached || canProbe && prober.Attached(ctx, ep.HostIfindex) != nil {
+		if err := m.cfg.Datapath.AttachPod(ctx, ep.HostIfindex, ep.HostIfName); err != nil {
+			err = fmt.Errorf("%s: attach the datapath to %s: %w", ep, ep.HostIfName, err)
+			if !canProbe || prober.Attached(ctx, ep.HostIfindex) != nil {
+				m.change(func() { e.attached = false })
+				err = errors.Join(err, h.LinkSetDown(link))
+			}
+			return nil, err
+		}
+		m.change(func() { e.attached = true })
+		if !restart {
+			mended = append(mended, fmt.Sprintf("%s: programs attached again", ep.HostIfName))
+		}
+	}
+	if restart || !m.copyOf(e).up {
+		if err := m.cfg.Regenerator.Up(ctx, ep); err != nil {
+			return mended, fmt.Errorf("policy of %s is not in force: %w", ep, err)
+		}
+		m.change(func() { e.up = true })
+	}
+	changed, err := setSysctls(ep.HostIfName, hostSysctls())
+	mended = append(mended, changed...)
+	if err != nil {
+		return mended, fmt.Errorf("%s: %w", ep, err)
+	}
+	diffs, err := hostDifferences(h, ep)
+	if err != nil || len(diffs) == 0 {
+		return mended, err
+	}
+	if err := configureHost(h, ep, link); err != nil {
+		return mended, fmt.Errorf("%s: %w", ep, err)
+	}
+	left, err := hostDifferences(h, ep)
+	for _, d := range diffs {
+		mended = append(mended, ep.HostIfName+": mended: "+d)
+	}
+	if err == nil && len(left) > 0 {
+		return nil, fmt.Errorf("%s: cannot be mended: %v", ep, left)
+	}
+	return mended, err
+}

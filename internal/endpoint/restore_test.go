@@ -1,0 +1,332 @@
+package endpoint_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/podweir/podweir/internal/endpoint"
+)
+
+// crash runs f until it reaches the given step and stops it there, as the
+// death of the process would: nothing after it happens. It tells whether the
+// step was reached.
+func (b *bench) crash(at string, f func() error) (reached bool) {
+	b.t.Helper()
+	b.SetStep(func(step string) {
+		if step == at {
+			panic(errCrash)
+		}
+	})
+	defer func() {
+		if r := recover(); r != nil {
+			if r != any(errCrash) {
+				panic(r)
+			}
+			reached = true
+		}
+	}()
+	if err := f(); err != nil {
+		b.t.Error(err)
+	}
+	return false
+}
+
+var errCrash = errors.New("crash")
+
+func TestCrashAnywhereInAddIsUndoneByRestart(t *testing.T) {
+	b := newBench(t)
+	for _, step := range []string{"reserved", "saved", "created", "attached", "up", "configured"} {
+		t.Run(step, func(t *testing.T) {
+			req, _ := b.request("web", "10.244.80.65", "fd00:10:244:50::65")
+			if !b.crash(step, func() error { _, err := b.Add(context.Background(), req); return err }) {
+				t.Fatal("the step was not reached")
+			}
+			if err := b.restart(); err != nil {
+				t.Error(err)
+			}
+			b.expectNothing()
+			b.del(req)
+			b.add(req)
+			b.del(req)
+			b.expectNothing()
+		})
+	}
+	t.Run("ready", func(t *testing.T) {
+		req, ns := b.request("web")
+		if !b.crash("ready", func() error { _, err := b.Add(context.Background(), req); return err }) {
+			t.Fatal("the step was not reached")
+		}
+		if err := b.restart(); err != nil {
+			t.Error(err)
+		}
+		if err := b.Check(t.Context(), req); err != nil {
+			t.Error(err)
+		}
+		b.expectTraffic(ns, b.List()[0])
+		b.del(req)
+		b.expectNothing()
+	})
+}
+
+func TestCrashAnywhereInDelIsFinishedByRestart(t *testing.T) {
+	b := newBench(t)
+	for _, step := range []string{"marked", "detached", "unlinked", "down", "removed"} {
+		t.Run(step, func(t *testing.T) {
+			req, _ := b.request("web")
+			b.add(req)
+			if !b.crash(step, func() error { return b.Del(context.Background(), req) }) {
+				t.Fatal("the step was not reached")
+			}
+			if err := b.restart(); err != nil {
+				t.Error(err)
+			}
+			b.expectNothing()
+			b.del(req)
+		})
+	}
+}
+
+func TestRestartKeepsEndpoints(t *testing.T) {
+	b := newBench(t)
+	req, ns := b.request("web")
+	ep := b.add(req)
+	b.fakes.Calls()
+	if err := b.Close(); err != nil {
+		t.Fatal(err)
+	}
+	b.open()
+	if got := b.List(); len(got) != 1 || fmt.Sprint(got[0]) != fmt.Sprint(ep) || got[0].MAC.String() != ep.MAC.String() ||
+		got[0].HostMAC.String() != ep.HostMAC.String() || !slices.Equal(got[0].Addrs, ep.Addrs) || got[0].ID != ep.ID {
+		t.Errorf("before Restore the list is %+v, want %+v", got, ep)
+	}
+	if calls := b.fakes.Calls(); len(calls) > 0 {
+		t.Errorf("New called %v", calls)
+	}
+	expectCode(t, b.Status(), endpoint.CodeNotAvailable, "starting")
+
+	// An Add that comes too early waits.
+	other, _ := b.request("other")
+	expired, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err := b.Add(expired, other)
+	expectCode(t, err, endpoint.CodeTryAgain, "starting")
+	waiting := make(chan error, 1)
+	go func() { _, err := b.Add(context.Background(), other); waiting <- err }()
+
+	if err := b.Restore(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-waiting; err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Status(); err != nil {
+		t.Error(err)
+	}
+	if err := b.Check(t.Context(), req); err != nil {
+		t.Error(err)
+	}
+	b.expectTraffic(ns, ep)
+	if got := b.List()[1]; got.ID <= ep.ID || got.Addrs[0] == ep.Addrs[0] {
+		t.Errorf("after a restart %s got id %d and %v", got, got.ID, got.Addrs)
+	}
+	b.del(req)
+	b.del(other)
+	b.expectNothing()
+}
+
+func TestEndpointsAreRemovedAfterAReboot(t *testing.T) {
+	b := newBench(t)
+	req, _ := b.request("gone")
+	b.add(req)
+	kept, ns := b.request("kept")
+	ep := b.add(kept)
+	link, err := netlink.LinkByName(b.List()[0].HostIfName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := netlink.LinkDel(link); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.restart(); err != nil {
+		t.Error(err)
+	}
+	if got := b.List(); len(got) != 1 || got[0].Pod != "kept" {
+		t.Errorf("endpoints: %v", got)
+	}
+	b.expectTraffic(ns, ep)
+	b.del(req)
+	b.del(kept)
+	b.expectNothing()
+}
+
+func TestCorruptedFileIsSetAside(t *testing.T) {
+	b := newBench(t)
+	bad, _ := b.request("bad")
+	good, ns := b.request("good")
+	badEp := b.add(bad)
+	goodEp := b.add(good)
+	file := filepath.Join(b.state, "endpoints", "c-bad:eth0.json")
+	content, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	goodContent, err := os.ReadFile(filepath.Join(b.state, "endpoints", "c-good:eth0.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct{ name, data string }{
+		{"empty", ""},
+		{"cut", string(content[:len(content)/2])},
+		{"noise", "\x00\xff\x00"},
+		{"other key", strings.ReplaceAll(string(content), "c-bad", "c-other")},
+		{"version", strings.Replace(string(content), `"version": 1`, `"version": 7`, 1)},
+		{"no address", strings.Replace(string(content), badEp.Addrs[0].String(), "", 1)},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if err := os.WriteFile(file, []byte(c.data), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			half := filepath.Join(b.state, "endpoints", ".tmp-123")
+			if err := os.WriteFile(half, content[:10], 0o600); err != nil {
+				t.Fatal(err)
+			}
+			err := b.restart()
+			if err == nil || !strings.Contains(err.Error(), "c-bad") || !strings.Contains(err.Error(), badEp.HostIfName) {
+				t.Errorf("Restore reports %v", err)
+			}
+			if got := b.List(); len(got) != 1 || got[0].Pod != "good" {
+				t.Fatalf("endpoints: %v", got)
+			}
+			b.expectTraffic(ns, goodEp)
+			if got := b.files(); len(got) != 1 {
+				t.Errorf("files: %v", got)
+			}
+			if _, err := os.Stat(filepath.Join(b.state, "corrupt", "c-bad:eth0.json")); err != nil {
+				t.Error(err)
+			}
+			// The lost pod's addresses are still routed to it.
+			wants, _ := b.request("wants", badEp.Addrs[0].String())
+			_, err = b.Add(t.Context(), wants)
+			expectCode(t, err, endpoint.CodeAddress, badEp.HostIfName)
+		})
+	}
+	// Its DEL, which names the pod, removes the interface and frees them.
+	b.del(bad)
+	wants, _ := b.request("wants", badEp.Addrs[0].String())
+	b.add(wants)
+	b.del(wants)
+
+	// Two files that claim one interface: one of them wins.
+	twice := strings.ReplaceAll(string(goodContent), "c-good", "c-bad")
+	if err := os.WriteFile(file, []byte(twice), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.restart(); err == nil || !strings.Contains(err.Error(), goodEp.HostIfName) {
+		t.Errorf("Restore reports %v", err)
+	}
+	b.expectTraffic(ns, goodEp)
+	if err := b.GC(t.Context(), "", nil); err != nil {
+		t.Fatal(err)
+	}
+	for _, l := range hostLinks(t) {
+		t.Errorf("%s is left", l.Attrs().Name)
+	}
+}
+
+func TestQueuedDeletionsAreReplayed(t *testing.T) {
+	b := newBench(t)
+	req, _ := b.request("web")
+	b.add(req)
+	kept, _ := b.request("kept")
+	b.add(kept)
+	for _, k := range []endpoint.Key{req.Key(), {ContainerID: "never-added", IfName: "eth0"}} {
+		if err := endpoint.QueueDeletion(b.state, k); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := endpoint.QueueDeletion(b.state, endpoint.Key{ContainerID: "../../x", IfName: "eth0"}); err == nil {
+		t.Error("a key that leads out of the folder was queued")
+	}
+	if err := os.WriteFile(filepath.Join(b.state, "deletions", "x.json"), []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.restart(); err == nil || !strings.Contains(err.Error(), "x.json") {
+		t.Errorf("Restore reports %v", err)
+	}
+	if got := b.files(); !slices.Equal(got, []string{"endpoints/c-kept:eth0.json"}) {
+		t.Errorf("files: %v", got)
+	}
+	if got := b.List(); len(got) != 1 || got[0].Pod != "kept" {
+		t.Errorf("endpoints: %v", got)
+	}
+	b.del(kept)
+	b.expectNothing()
+}
+
+func TestGC(t *testing.T) {
+	b := newBench(t)
+	req, _ := b.request("stale")
+	b.add(req)
+	kept, _ := b.request("kept")
+	b.add(kept)
+	other, _ := b.request("other")
+	other.Network = "other"
+	b.add(other)
+	if err := b.GC(t.Context(), "", []endpoint.Key{kept.Key(), {ContainerID: "unknown", IfName: "eth0"}}); err != nil {
+		t.Fatal(err)
+	}
+	if got := b.List(); len(got) != 2 || got[0].Pod != "kept" || got[1].Pod != "other" {
+		t.Errorf("endpoints: %v", got)
+	}
+	for _, network := range []string{"", "other"} {
+		if err := b.GC(t.Context(), network, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b.expectNothing()
+}
+
+func TestFullDisk(t *testing.T) {
+	b := newBench(t)
+	small := t.TempDir()
+	if err := unix.Mount("tmpfs", small, "tmpfs", 0, "size=64k"); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = unix.Unmount(small, unix.MNT_DETACH) })
+	b.state = small
+	if err := b.restart(); err != nil {
+		t.Fatal(err)
+	}
+	before, _ := b.request("before")
+	b.add(before)
+	fill := filepath.Join(small, "fill")
+	if err := os.WriteFile(fill, make([]byte, 1<<20), 0o600); !errors.Is(err, unix.ENOSPC) {
+		t.Fatalf("filling the disk: %v", err)
+	}
+	req, _ := b.request("late")
+	_, err := b.Add(t.Context(), req)
+	expectCode(t, err, endpoint.CodeIO, "no space left", "default/late")
+	if got := b.files(); !slices.Equal(got, []string{"endpoints/c-before:eth0.json"}) {
+		t.Errorf("files: %v", got)
+	}
+	if err := b.Check(t.Context(), before); err != nil {
+		t.Error(err)
+	}
+	b.del(before) // works without space
+	b.expectNothing()
+	if err := os.Remove(fill); err != nil {
+		t.Fatal(err)
+	}
+	b.add(req)
+	b.del(req)
+	b.expectNothing()
+}

@@ -1,0 +1,238 @@
+package endpoint
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+)
+
+// phase says how far an endpoint's life has come.
+type phase string
+
+const (
+	phaseCreating phase = "creating" // Add has not answered
+	phaseReady    phase = "ready"
+	phaseDeleting phase = "deleting"
+)
+
+// recordVersion is that of the files' layout.
+const recordVersion = 1
+
+// record is the content of an endpoint's file.
+type record struct {
+	Version  int      `json:"version"`
+	Phase    phase    `json:"phase"`
+	Endpoint Endpoint `json:"endpoint"`
+}
+
+// store keeps records and queued deletions on disk.
+type store struct {
+	endpoints, deletions, corrupt string
+}
+
+func openStore(stateDir string) (*store, error) {
+	s := &store{
+		endpoints: filepath.Join(stateDir, "endpoints"),
+		deletions: filepath.Join(stateDir, "deletions"),
+		corrupt:   filepath.Join(stateDir, "corrupt"),
+	}
+	for _, dir := range []string{s.endpoints, s.deletions, s.corrupt} {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return nil, fmt.Errorf("state folder: %w", err)
+		}
+	}
+	return s, nil
+}
+
+// fileName is unambiguous: neither half of a key may contain a colon.
+func fileName(k Key) string { return k.String() + ".json" }
+
+func (s *store) put(r record) error {
+	r.Version = recordVersion
+	if err := writeFile(s.endpoints, fileName(r.Endpoint.Key()), r); err != nil {
+		return fmt.Errorf("state of %s: %w", r.Endpoint, err)
+	}
+	return nil
+}
+
+func (s *store) remove(k Key) error { return removeFile(s.endpoints, fileName(k)) }
+
+// load returns the records that can be read; the others are moved to the
+// corrupt folder and reported.
+func (s *store) load() ([]record, []error) {
+	var out []record
+	errs := s.each(s.endpoints, func(name string, data []byte) error {
+		var r record
+		if err := json.Unmarshal(data, &r); err != nil {
+			return err
+		}
+		if err := r.validate(name); err != nil {
+			return err
+		}
+		out = append(out, r)
+		return nil
+	})
+	return out, errs
+}
+
+func (r record) validate(name string) error {
+	ep := r.Endpoint
+	if r.Version != recordVersion {
+		return fmt.Errorf("layout version %d is unknown; this program writes %d", r.Version, recordVersion)
+	}
+	if err := ep.Key().validate(); err != nil {
+		return err
+	}
+	if want := fileName(ep.Key()); want != name {
+		return fmt.Errorf("the content belongs to %s", want)
+	}
+	switch r.Phase {
+	case phaseCreating, phaseReady, phaseDeleting:
+	default:
+		return fmt.Errorf("unknown phase %q", r.Phase)
+	}
+	if ep.ID == 0 || len(ep.Addrs) == 0 || ep.HostIfName == "" || len(ep.MAC) != 6 || len(ep.HostMAC) != 6 {
+		return errors.New("a required field is missing")
+	}
+	for _, a := range ep.Addrs {
+		if !a.IsValid() {
+			return errors.New("an address is empty")
+		}
+	}
+	return nil
+}
+
+// setAside moves an endpoint's file to the corrupt folder.
+func (s *store) setAside(name string) error {
+	return os.Rename(filepath.Join(s.endpoints, name), filepath.Join(s.corrupt, name))
+}
+
+// queued returns the deletions that wait.
+func (s *store) queued() ([]Key, []error) {
+	var out []Key
+	errs := s.each(s.deletions, func(name string, data []byte) error {
+		var k Key
+		if err := json.Unmarshal(data, &k); err != nil {
+			return err
+		}
+		if err := k.validate(); err != nil {
+			return err
+		}
+		if want := fileName(k); want != name {
+			return fmt.Errorf("the content belongs to %s", want)
+		}
+		out = append(out, k)
+		return nil
+	})
+	return out, errs
+}
+
+// each calls f for every file of dir. What f refuses is set aside; what is
+// left of an interrupted write is removed.
+func (s *store) each(dir string, f func(name string, data []byte) error) []error {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return []error{err}
+	}
+	var errs []error
+	for _, e := range entries {
+		path := filepath.Join(dir, e.Name())
+		if strings.HasPrefix(e.Name(), tempPrefix) {
+			// A young one may belong to a plugin that queues a deletion now.
+			if dir == s.endpoints {
+				errs = appendErr(errs, os.Remove(path))
+			}
+			continue
+		}
+		data, err := os.ReadFile(path)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err == nil {
+			err = f(e.Name(), data)
+		}
+		if err != nil {
+			aside := filepath.Join(s.corrupt, e.Name())
+			errs = append(errs, fmt.Errorf("%s is corrupted and was moved to %s: %w", path, aside, err))
+			errs = appendErr(errs, os.Rename(path, aside))
+		}
+	}
+	return errs
+}
+
+func appendErr(errs []error, err error) []error {
+	if err == nil {
+		return errs
+	}
+	return append(errs, err)
+}
+
+// QueueDeletion leaves a note under stateDir that the endpoint k has to be
+// removed, for [Manager.Restore] to find. It is what the plugin does while no
+// agent answers.
+func QueueDeletion(stateDir string, k Key) error {
+	if err := k.validate(); err != nil {
+		return err
+	}
+	s, err := openStore(stateDir)
+	if err != nil {
+		return err
+	}
+	return writeFile(s.deletions, fileName(k), k)
+}
+
+// UnqueueDeletion takes the note back; none is no error.
+func UnqueueDeletion(stateDir string, k Key) error {
+	return removeFile(filepath.Join(stateDir, "deletions"), fileName(k))
+}
+
+const tempPrefix = ".tmp-"
+
+// writeFile replaces a file with v as JSON: after a crash or with a full disk
+// it has the old content or the new one.
+func writeFile(dir, name string, v any) error {
+	data, err := json.MarshalIndent(v, "", "  ")
+	if err != nil {
+		return err
+	}
+	f, err := os.CreateTemp(dir, tempPrefix)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(append(data, '\n'))
+	if err == nil {
+		err = f.Sync()
+	}
+	if closeErr := f.Close(); err == nil {
+		err = closeErr
+	}
+	if err == nil {
+		err = os.Rename(f.Name(), filepath.Join(dir, name))
+	}
+	if err != nil {
+		return errors.Join(err, os.Remove(f.Name()))
+	}
+	return syncDir(dir)
+}
+
+func removeFile(dir, name string) error {
+	if err := os.Remove(filepath.Join(dir, name)); err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
+		return err
+	}
+	return syncDir(dir)
+}
+
+func syncDir(dir string) error {
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}

@@ -1,0 +1,233 @@
+package fakeapi
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+
+	"maps"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/watch"
+)
+
+func uid(n uint64) types.UID {
+	return types.UID(fmt.Sprintf("00000000-0000-4000-8000-%012x", n))
+}
+
+func (r *resource) gvk() schema.GroupVersionKind {
+	return schema.FromAPIVersionAndKind(r.apiVersion, r.kind)
+}
+
+// find takes the resource out of a path such as /api/v1/pods or
+// /apis/discovery.k8s.io/v1/endpointslices.
+func (s *Server) find(path string) (string, *resource) {
+	for name, r := range s.resources {
+		prefix := "/apis/" + r.apiVersion + "/"
+		if !strings.Contains(r.apiVersion, "/") {
+			prefix = "/api/" + r.apiVersion + "/"
+		}
+		if path == prefix+name {
+			return name, r
+		}
+	}
+	return "", nil
+}
+
+// ServeHTTP answers lists and watches over all namespaces.
+func (s *Server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	name, r := s.find(req.URL.Path)
+	q := req.URL.Query()
+	isWatch := q.Get("watch") == "true" || q.Get("watch") == "1"
+	initial := isWatch && q.Get("sendInitialEvents") == "true"
+
+	fail := 0
+	if r == nil || req.Method != http.MethodGet {
+		fail = http.StatusNotFound
+	} else {
+		// What is held back waits here; what fails does so at once.
+		held := func() bool {
+			if fail = r.fail; fail != 0 {
+				return false
+			}
+			if initial || !isWatch {
+				return r.holdLists
+			}
+			return r.holdWatches
+		}
+		if !s.wait(req, held) {
+			return
+		}
+	}
+	switch {
+	case fail == http.StatusNotFound:
+		fmtStatus(w, apierrors.NewGenericServerResponse(http.StatusNotFound, "get", schema.GroupResource{Resource: name}, "", "the server could not find the requested resource", 0, true))
+	case fail == http.StatusForbidden:
+		fmtStatus(w, apierrors.NewForbidden(schema.GroupResource{Resource: name}, "", fmt.Errorf("not allowed")))
+	case fail != 0:
+		fmtStatus(w, apierrors.NewGenericServerResponse(fail, "get", schema.GroupResource{Resource: name}, "", "told to fail", 0, true))
+	case isWatch:
+		s.watch(w, req, r, initial)
+	default:
+		s.list(w, r)
+	}
+}
+
+// wait returns when a condition, asked under the lock, is false; it returns
+// false if the request ended first.
+func (s *Server) wait(req *http.Request, held func() bool) bool {
+	for {
+		s.mu.Lock()
+		waiting := held()
+		changed := s.changed
+		s.mu.Unlock()
+		if !waiting {
+			return true
+		}
+		select {
+		case <-changed:
+		case <-req.Context().Done():
+			return false
+		}
+	}
+}
+
+func fmtStatus(w http.ResponseWriter, err *apierrors.StatusError) {
+	st := err.Status()
+	st.Kind, st.APIVersion = "Status", "v1"
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(int(st.Code))
+	_ = json.NewEncoder(w).Encode(st) // the client may have gone
+}
+
+func (r *resource) snapshot() []Object {
+	out := make([]Object, 0, len(r.objects))
+	for _, key := range slices.Sorted(maps.Keys(r.objects)) {
+		out = append(out, r.objects[key])
+	}
+	return out
+}
+
+func (s *Server) list(w http.ResponseWriter, r *resource) {
+	s.mu.Lock()
+	body, err := json.Marshal(map[string]any{
+		"apiVersion": r.apiVersion,
+		"kind":       r.kind + "List",
+		"metadata":   metav1.ListMeta{ResourceVersion: strconv.FormatUint(s.version, 10)},
+		"items":      r.snapshot(),
+	})
+	s.mu.Unlock()
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	w.Header().Set("Content-Type", "application/json")
+	_, _ = w.Write(body) // the client may have gone
+	s.update(func() { r.lists++ })
+}
+
+func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, initial bool) {
+	q := req.URL.Query()
+	rv := q.Get("resourceVersion")
+
+	s.mu.Lock()
+	if initial && !s.watchList {
+		s.mu.Unlock()
+		fmtStatus(w, apierrors.NewInvalid(r.gvk().GroupKind(), "", nil))
+		return
+	}
+	from := s.version
+	var first []event
+	if initial || rv == "" || rv == "0" {
+		for _, o := range r.snapshot() {
+			first = append(first, event{0, watch.Added, o})
+		}
+		if initial && q.Get("allowWatchBookmarks") == "true" {
+			first = append(first, event{0, watch.Bookmark, s.bookmark(r)})
+		}
+	} else {
+		v, err := strconv.ParseUint(rv, 10, 64)
+		if err != nil {
+			s.mu.Unlock()
+			fmtStatus(w, apierrors.NewBadRequest("resourceVersion "+rv))
+			return
+		}
+		from = v
+	}
+	cut := r.cut
+	s.mu.Unlock()
+
+	s.update(func() {
+		if initial {
+			r.lists++
+		} else {
+			r.watches++
+		}
+		r.open++
+	})
+	defer s.update(func() { r.open-- })
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(http.StatusOK)
+	flush := w.(http.Flusher).Flush
+	flush()
+	send := func(what watch.EventType, obj any) bool {
+		err := json.NewEncoder(w).Encode(map[string]any{"type": what, "object": obj})
+		flush()
+		return err == nil
+	}
+	for _, e := range first {
+		if !send(e.what, e.obj) {
+			return
+		}
+	}
+	for {
+		s.mu.Lock()
+		gone := from < r.dropped
+		var events []event
+		if !r.holdEvents && !gone {
+			for _, e := range r.log {
+				if e.version > from {
+					events = append(events, e)
+				}
+			}
+		}
+		changed := s.changed
+		s.mu.Unlock()
+		if gone {
+			st := apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d", from)).Status()
+			st.Kind, st.APIVersion = "Status", "v1"
+			send(watch.Error, st)
+			return
+		}
+		for _, e := range events {
+			if !send(e.what, e.obj) {
+				return
+			}
+			from = e.version
+		}
+		select {
+		case <-changed:
+		case <-cut:
+			// Not an orderly end: the connection breaks.
+			panic(http.ErrAbortHandler)
+		case <-req.Context().Done():
+			return
+		}
+	}
+}
+
+func (s *Server) bookmark(r *resource) Object {
+	return &metav1.PartialObjectMetadata{
+		TypeMeta: metav1.TypeMeta{APIVersion: r.apiVersion, Kind: r.kind},
+		ObjectMeta: metav1.ObjectMeta{
+			ResourceVersion: strconv.FormatUint(s.version, 10),
+			Annotations:     map[string]string{metav1.InitialEventsAnnotationKey: "true"},
+		},
+	}
+}

@@ -1,0 +1,294 @@
+package fakeapi
+
+import (
+	"fmt"
+	"net/http/httptest"
+	"slices"
+	"strconv"
+	"sync"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+)
+
+// Resource names, as in the API's paths.
+const (
+	Nodes           = "nodes"
+	Namespaces      = "namespaces"
+	Pods            = "pods"
+	Services        = "services"
+	EndpointSlices  = "endpointslices"
+	NetworkPolicies = "networkpolicies"
+	ServiceCIDRs    = "servicecidrs"
+)
+
+// Object is any Kubernetes object.
+type Object interface {
+	metav1.Object
+	runtime.Object
+}
+
+// Server is the fake API server.
+type Server struct {
+	URL string
+
+	http *httptest.Server
+
+	mu        sync.Mutex
+	changed   chan struct{} // closed at the next change of anything below
+	version   uint64
+	resources map[string]*resource
+	watchList bool
+}
+
+// resource is the state of one kind.
+type resource struct {
+	apiVersion, kind string
+	objects          map[string]Object // by namespace/name
+	log              []event
+	dropped          uint64 // newest version that is no longer in log
+	fail             int    // HTTP status that requests get, 0 for none
+	holdLists        bool
+	holdWatches      bool // no watch is answered
+	holdEvents       bool // watches are answered, but nothing is sent
+	lists, watches   int  // requests answered so far
+	cut              chan struct{}
+	open             int // watches
+}
+
+type event struct {
+	version uint64
+	what    watch.EventType
+	obj     Object
+}
+
+// New starts a server that ends with the test.
+func New(t testing.TB) *Server {
+	t.Helper()
+	s := &Server{changed: make(chan struct{}), version: 1, watchList: true, resources: map[string]*resource{}}
+	for name, r := range map[string]resource{
+		Nodes:           {apiVersion: "v1", kind: "Node"},
+		Namespaces:      {apiVersion: "v1", kind: "Namespace"},
+		Pods:            {apiVersion: "v1", kind: "Pod"},
+		Services:        {apiVersion: "v1", kind: "Service"},
+		EndpointSlices:  {apiVersion: "discovery.k8s.io/v1", kind: "EndpointSlice"},
+		NetworkPolicies: {apiVersion: "networking.k8s.io/v1", kind: "NetworkPolicy"},
+		ServiceCIDRs:    {apiVersion: "networking.k8s.io/v1", kind: "ServiceCIDR"},
+	} {
+		r.objects = map[string]Object{}
+		r.cut = make(chan struct{})
+		s.resources[name] = &r
+	}
+	s.http = httptest.NewServer(s)
+	s.URL = s.http.URL
+	t.Cleanup(func() {
+		s.update(func() {
+			for _, r := range s.resources {
+				r.holdLists, r.holdWatches, r.holdEvents = false, false, false
+				close(r.cut)
+				r.cut = make(chan struct{})
+			}
+		})
+		s.http.CloseClientConnections()
+		s.http.Close()
+	})
+	return s
+}
+
+// Config is a client configuration for the server.
+func (s *Server) Config() *rest.Config {
+	return &rest.Config{Host: s.URL, QPS: -1}
+}
+
+// Client is a real client of the server.
+func (s *Server) Client(t testing.TB) kubernetes.Interface {
+	t.Helper()
+	c, err := kubernetes.NewForConfig(s.Config())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// update changes the state and wakes whoever waits for a change.
+func (s *Server) update(change func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	change()
+	close(s.changed)
+	s.changed = make(chan struct{})
+}
+
+// on changes the state of some resources; of all, if none is named.
+func (s *Server) on(names []string, change func(*resource)) {
+	s.update(func() {
+		for name, r := range s.resources {
+			if len(names) == 0 || slices.Contains(names, name) {
+				change(r)
+			}
+		}
+		for _, name := range names {
+			if s.resources[name] == nil {
+				panic(fmt.Sprintf("fakeapi: no resource %q", name))
+			}
+		}
+	})
+}
+
+func resourceOf(o Object) string {
+	switch o.(type) {
+	case *corev1.Node:
+		return Nodes
+	case *corev1.Namespace:
+		return Namespaces
+	case *corev1.Pod:
+		return Pods
+	case *corev1.Service:
+		return Services
+	case *discoveryv1.EndpointSlice:
+		return EndpointSlices
+	case *networkingv1.NetworkPolicy:
+		return NetworkPolicies
+	case *networkingv1.ServiceCIDR:
+		return ServiceCIDRs
+	}
+	panic(fmt.Sprintf("fakeapi: no resource for %T", o))
+}
+
+func keyOf(o Object) string { return o.GetNamespace() + "/" + o.GetName() }
+
+// Put creates or updates objects, each a change of its own. An object without
+// a UID gets one, the one it had if it exists.
+func (s *Server) Put(objs ...Object) {
+	s.update(func() {
+		for _, o := range objs {
+			r := s.resources[resourceOf(o)]
+			o = o.DeepCopyObject().(Object)
+			what := watch.Added
+			old := r.objects[keyOf(o)]
+			if old != nil {
+				what = watch.Modified
+			}
+			s.version++
+			switch {
+			case o.GetUID() != "":
+			case old != nil:
+				o.SetUID(old.GetUID())
+			default:
+				o.SetUID(uid(s.version))
+			}
+			s.record(r, what, o)
+			r.objects[keyOf(o)] = o
+		}
+	})
+}
+
+// Delete removes objects by their kind, namespace and name.
+func (s *Server) Delete(objs ...Object) {
+	s.update(func() {
+		for _, o := range objs {
+			r := s.resources[resourceOf(o)]
+			old := r.objects[keyOf(o)]
+			if old == nil {
+				panic(fmt.Sprintf("fakeapi: delete %s %s: no such object", r.kind, keyOf(o)))
+			}
+			s.version++
+			s.record(r, watch.Deleted, old.DeepCopyObject().(Object))
+			delete(r.objects, keyOf(o))
+		}
+	})
+}
+
+func (s *Server) record(r *resource, what watch.EventType, o Object) {
+	o.SetResourceVersion(strconv.FormatUint(s.version, 10))
+	o.GetObjectKind().SetGroupVersionKind(r.gvk())
+	r.log = append(r.log, event{s.version, what, o})
+}
+
+// HoldLists keeps lists, streamed or plain, of the resources (all, if none is
+// named) unanswered until ReleaseLists.
+func (s *Server) HoldLists(resources ...string) {
+	s.on(resources, func(r *resource) { r.holdLists = true })
+}
+
+func (s *Server) ReleaseLists(resources ...string) {
+	s.on(resources, func(r *resource) { r.holdLists = false })
+}
+
+// HoldWatches keeps new watches unanswered until ReleaseWatches.
+func (s *Server) HoldWatches(resources ...string) {
+	s.on(resources, func(r *resource) { r.holdWatches = true })
+}
+
+func (s *Server) ReleaseWatches(resources ...string) {
+	s.on(resources, func(r *resource) { r.holdWatches = false })
+}
+
+// HoldEvents keeps changes back from open watches until ReleaseEvents.
+func (s *Server) HoldEvents(resources ...string) {
+	s.on(resources, func(r *resource) { r.holdEvents = true })
+}
+
+func (s *Server) ReleaseEvents(resources ...string) {
+	s.on(resources, func(r *resource) { r.holdEvents = false })
+}
+
+// CutWatches breaks the connections of all open watches.
+func (s *Server) CutWatches(resources ...string) {
+	s.on(resources, func(r *resource) {
+		close(r.cut)
+		r.cut = make(chan struct{})
+	})
+}
+
+// Forget drops the log of changes: a watch from an older version is Gone.
+func (s *Server) Forget(resources ...string) {
+	s.on(resources, func(r *resource) {
+		r.log = nil
+		r.dropped = s.version
+	})
+}
+
+// Fail answers all requests with an HTTP status; 0 ends that. 404 is a kind
+// that the server does not have.
+func (s *Server) Fail(status int, resources ...string) {
+	s.on(resources, func(r *resource) { r.fail = status })
+}
+
+// SetWatchList sets whether the server can stream lists; it can at first.
+func (s *Server) SetWatchList(on bool) { s.update(func() { s.watchList = on }) }
+
+// Stats are the requests that a resource has answered.
+type Stats struct {
+	Lists   int // plain and streamed
+	Watches int // without initial events
+	Open    int // watches now
+}
+
+// Await waits until the stats of a resource satisfy a condition. It fails the
+// test when the test's time is over.
+func (s *Server) Await(t testing.TB, resource string, ok func(Stats) bool) Stats {
+	t.Helper()
+	for {
+		s.mu.Lock()
+		r := s.resources[resource]
+		st := Stats{r.lists, r.watches, r.open}
+		changed := s.changed
+		s.mu.Unlock()
+		if ok(st) {
+			return st
+		}
+		select {
+		case <-changed:
+		case <-t.Context().Done():
+			t.Fatalf("fakeapi: %s: %+v is not what was waited for: %v", resource, st, t.Context().Err())
+		}
+	}
+}

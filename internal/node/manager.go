@@ -1,0 +1,194 @@
+package node
+
+import (
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"regexp"
+	"sort"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+)
+
+// OverlayName is the name of the tunnel device.
+const OverlayName = "podweir.vxlan"
+
+// OverlayPort is the UDP port of VXLAN (RFC 7348).
+const OverlayPort = 4789
+
+// hostVeth are the names that host-side veths of pods bear.
+var hostVeth = regexp.MustCompile(`^pw[0-9a-f]{11}$`)
+
+// IsHostVeth tells the host side of a pod's interface from other devices.
+func IsHostVeth(name string) bool { return hostVeth.MatchString(name) }
+
+// Manager reads and writes the node's network stack.
+type Manager struct {
+	log   *slog.Logger
+	nl    *netlink.Handle
+	ns    netns.NsHandle
+	state sysctlState
+	proc  string // /proc/sys
+}
+
+// New makes a Manager for the thread's network namespace. stateDir holds the
+// record of changed sysctls.
+func New(stateDir string, log *slog.Logger) (*Manager, error) {
+	ns, err := netns.Get()
+	if err != nil {
+		return nil, fmt.Errorf("open own network namespace: %w", err)
+	}
+	h, err := netlink.NewHandleAt(ns, unix.NETLINK_ROUTE)
+	if err != nil {
+		_ = ns.Close()
+		return nil, fmt.Errorf("open a netlink socket: %w", err)
+	}
+	m := &Manager{log: log, nl: h, ns: ns, proc: "/proc/sys"}
+	if err := m.state.open(stateDir); err != nil {
+		m.Close()
+		return nil, err
+	}
+	return m, nil
+}
+
+// Close ends the use of the Manager. Everything it set up stays.
+func (m *Manager) Close() {
+	m.nl.Close()
+	_ = m.ns.Close()
+}
+
+// Device is one network device and its addresses.
+type Device struct {
+	Index int
+	Name  string
+	MTU   int
+	Up    bool
+	// Addrs without the link-local ones of IPv6 and those of the host alone
+	// (127.0.0.0/8, ::1).
+	Addrs []netip.Addr
+	// Default: a default route leaves by it.
+	Default bool
+}
+
+// Devices lists all devices, ordered by index, pods' veths left out.
+func (m *Manager) Devices() ([]Device, error) {
+	links, err := m.nl.LinkList()
+	if err != nil {
+		return nil, fmt.Errorf("list devices: %w", err)
+	}
+	byIndex := make(map[int]*Device, len(links))
+	var out []*Device
+	for _, l := range links {
+		a := l.Attrs()
+		if IsHostVeth(a.Name) {
+			continue
+		}
+		d := &Device{Index: a.Index, Name: a.Name, MTU: a.MTU, Up: a.RawFlags&unix.IFF_UP != 0}
+		byIndex[a.Index] = d
+		out = append(out, d)
+	}
+	addrs, err := m.nl.AddrList(nil, netlink.FAMILY_ALL)
+	if err != nil {
+		return nil, fmt.Errorf("list addresses: %w", err)
+	}
+	for _, a := range addrs {
+		ip, ok := netip.AddrFromSlice(a.IP)
+		d := byIndex[a.LinkIndex]
+		if !ok || d == nil {
+			continue
+		}
+		ip = ip.Unmap()
+		if ip.IsLoopback() || ip.Is6() && ip.IsLinkLocalUnicast() {
+			continue
+		}
+		if a.Flags&(unix.IFA_F_TENTATIVE|unix.IFA_F_DADFAILED) == unix.IFA_F_TENTATIVE|unix.IFA_F_DADFAILED {
+			continue // another host has it
+		}
+		d.Addrs = append(d.Addrs, ip)
+	}
+	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
+		routes, err := m.nl.RouteListFiltered(family, &netlink.Route{Table: unix.RT_TABLE_MAIN}, netlink.RT_FILTER_TABLE)
+		if err != nil {
+			return nil, fmt.Errorf("list routes: %w", err)
+		}
+		for _, r := range routes {
+			if !isDefault(r) || r.Type != unix.RTN_UNICAST {
+				continue
+			}
+			if d := byIndex[r.LinkIndex]; d != nil {
+				d.Default = true
+			}
+			for _, hop := range r.MultiPath {
+				if d := byIndex[hop.LinkIndex]; d != nil {
+					d.Default = true
+				}
+			}
+		}
+	}
+	sorted := make([]Device, 0, len(out))
+	for _, d := range out {
+		sorted = append(sorted, *d)
+	}
+	sort.Slice(sorted, func(i, j int) bool { return sorted[i].Index < sorted[j].Index })
+	return sorted, nil
+}
+
+func isDefault(r netlink.Route) bool {
+	if r.Dst == nil {
+		return true
+	}
+	ones, _ := r.Dst.Mask.Size()
+	return ones == 0 && r.Dst.IP.IsUnspecified()
+}
+
+// Addrs are the addresses of all devices, each once: the node's own.
+func Addrs(devices []Device) []netip.Addr {
+	seen := make(map[netip.Addr]bool)
+	var out []netip.Addr
+	for _, d := range devices {
+		for _, a := range d.Addrs {
+			if !seen[a] {
+				seen[a] = true
+				out = append(out, a)
+			}
+		}
+	}
+	return out
+}
+
+// Outside picks the devices by which the node talks to the world and to
+// other nodes: those that hold one of its node addresses or a default route.
+func Outside(devices []Device, nodeAddrs []netip.Addr) []Device {
+	want := make(map[netip.Addr]bool, len(nodeAddrs))
+	for _, a := range nodeAddrs {
+		want[a] = true
+	}
+	var out []Device
+	for _, d := range devices {
+		if d.Name == "lo" || d.Name == OverlayName || IsHostVeth(d.Name) {
+			continue
+		}
+		take := d.Default
+		for _, a := range d.Addrs {
+			take = take || want[a]
+		}
+		if take {
+			out = append(out, d)
+		}
+	}
+	return out
+}
+
+// Holding finds the device that has an address.
+func Holding(devices []Device, addr netip.Addr) (Device, bool) {
+	for _, d := range devices {
+		for _, a := range d.Addrs {
+			if a == addr {
+				return d, true
+			}
+		}
+	}
+	return Device{}, false
+}

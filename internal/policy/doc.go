@@ -1,0 +1,65 @@
+// Package policy compiles NetworkPolicy objects into the verdict entries the
+// datapath looks up. It is pure: objects in, entries out; it never touches
+// the kernel or a client.
+//
+// # What an answer looks like
+//
+// A verdict is asked per direction: for a pod of this node, about a peer
+// address, a protocol and a port. The datapath finds the peer's identity
+// (exact address first, then the longest prefix), the pod's table of that
+// direction, and probes {PORT, port}, {CLASS, class of the port}, {ANY}; the
+// first entry is the answer, none is a denial. Table 0 is a pod that no
+// policy isolates in that direction: everything is allowed.
+//
+// An identity is a class of addresses that the policies in force cannot tell
+// apart: same kind (world, this node, another node, pod), same peer selectors
+// matched, same ipBlocks around the address, same numbers behind the names of
+// ports that policies mention. Policies in force are those that isolate a pod
+// of this node; labels and blocks that only other policies name cost nothing.
+// An address that nothing names has one of the fixed identities.
+//
+// A pod on the host's network is its node: it has no identity of its own, is
+// selected by no policy and matches no selector. The node reaching its own
+// pods, and a pod reaching itself, are the datapath's business: the tables do
+// not allow them.
+//
+// ICMP and other protocols without ports match rules without ports alone,
+// and are isolated together with the pod.
+//
+// # What fails, and how
+//
+// A part of a policy that makes no sense (bad selector, block, port) matches
+// nothing, and is named in [Output.Problems]; the rest of the policy holds. A
+// policy whose own podSelector makes no sense isolates every pod of its
+// namespace and allows nothing. A pod whose namespace is not in
+// [Input.Namespaces] matches no namespaceSelector.
+//
+// # Changing over
+//
+// Numbers of identities, tables, classes and rules come from counters in
+// [State] and are never handed out twice (classes: not before 65535 others).
+// A table's entries never change: other entries are another table.
+//
+// To go from the previous output to this one, in this order:
+//
+//  1. write all entries of Tables that are not there yet, and Transitional;
+//  2. write pw_port_class from PortClasses (ports not listed are class 0);
+//  3. give the addresses and prefixes of Early their passing identities
+//     (pw_addrs, pw_prefixes, pw_endpoints);
+//  4. give every endpoint its tables;
+//  5. give all addresses and prefixes their identities (Addrs, Prefixes), and
+//     remove what is in neither;
+//  6. bump the generations of endpoints whose table changed and of addresses
+//     whose identity changed against the previous output;
+//  7. remove the tables that are not in Tables, and Transitional.
+//
+// Within a step any order will do. At every moment in between, the verdict of
+// each pod in each direction about each peer and port is one that the old or
+// the new state gives; nothing is allowed that neither allows. A table that
+// could not be written whole (full map) only lacks allowances: going on is
+// the safe way to fail.
+//
+// Outputs must be applied one after the other, each to its end, since each
+// builds on the numbers of the one before. After a restart, [Restore] makes a
+// State from what the maps hold.
+package policy

@@ -1,0 +1,223 @@
+package policy
+
+import (
+	"cmp"
+	gomaps "maps"
+	"net/netip"
+	"slices"
+
+	"github.com/podweir/podweir/internal/maps"
+)
+
+// move is a change of identity that some address makes.
+type move struct{ from, to uint32 }
+
+// changeOver returns what makes the change from prev to st safe.
+//
+// While endpoints change their tables one after the other, old and new tables
+// are in force side by side. An address that changes its identity as well must
+// be known to both under one number: an old table answers for it as for the
+// old identity, a new one as for the new. If the new identity is new and only
+// addresses of the old one get it, its number serves; or, if the old identity
+// goes and all its addresses get the new one, that of the old. Otherwise a
+// passing number is drawn. A table that stays is old to some endpoints and new
+// to others: it allows what both answers allow.
+//
+// Likewise the classes: see transitionalClasses.
+func changeOver(prev, st *State) (Early, Table) {
+	early := Early{Addrs: make(map[netip.Addr]uint32), Prefixes: make(map[netip.Prefix]uint32)}
+	extra := make(Table)
+	if !endpointsChange(prev, st) {
+		return early, extra
+	}
+	c := &change{prev: prev, st: st, extra: extra, views: make(map[uint32]view)}
+	c.transitionalClasses()
+	via := c.moves()
+	for a, i := range prev.addrs {
+		if n := via(i, c.addrAfter(a)); n != i {
+			early.Addrs[a] = n
+		}
+	}
+	for p := range c.regions {
+		n := via(c.regions[p].from, c.regions[p].to)
+		if old, ok := prev.prefixes[p]; !ok || old != n {
+			early.Prefixes[p] = n
+		}
+	}
+	return early, extra
+}
+
+// endpointsChange says that some endpoint changes a table.
+func endpointsChange(prev, st *State) bool {
+	for a, t := range st.endpoints {
+		if old, ok := prev.endpoints[a]; ok && old != t {
+			return true
+		}
+	}
+	return false
+}
+
+// change is the work of one changeOver.
+type change struct {
+	prev, st *State
+	extra    Table
+	views    map[uint32]view
+	lpmNew   *lpm[uint32]
+	regions  map[netip.Prefix]move
+}
+
+// view is a table by identity, transitional classes included.
+type view map[uint32][]rowEntry
+
+type rowEntry struct {
+	key   maps.PolicyKey
+	entry maps.PolicyEntry
+}
+
+func (v view) add(k maps.PolicyKey, e maps.PolicyEntry) {
+	v[k.Identity] = append(v[k.Identity], rowEntry{k, e})
+}
+
+// addrAfter returns the identity an address ends up with.
+func (c *change) addrAfter(a netip.Addr) uint32 {
+	if n, ok := c.st.addrs[a]; ok {
+		return n
+	}
+	if n, ok := c.lpmNew.addr(a); ok {
+		return n
+	}
+	return maps.IdentityWorld
+}
+
+// moves finds all changes of identity, writes the transitional entries, and
+// returns the number by which an address goes from one identity to another.
+func (c *change) moves() func(from, to uint32) uint32 {
+	c.lpmNew = newLPM(c.st.prefixes)
+	lpmOld := newLPM(c.prev.prefixes)
+	c.regions = make(map[netip.Prefix]move)
+	for _, m := range []map[netip.Prefix]uint32{c.prev.prefixes, c.st.prefixes} {
+		for p := range m {
+			mv := move{maps.IdentityWorld, maps.IdentityWorld}
+			if n, ok := lpmOld.lookup(p); ok {
+				mv.from = n
+			}
+			if n, ok := c.lpmNew.lookup(p); ok {
+				mv.to = n
+			}
+			c.regions[p] = mv
+		}
+	}
+	passing := make(map[move]uint32)
+	sources := make(map[uint32]map[uint32]bool) // by target
+	targets := make(map[uint32]map[uint32]bool) // by source
+	note := func(m move) {
+		if sources[m.to] == nil {
+			sources[m.to] = make(map[uint32]bool)
+		}
+		if targets[m.from] == nil {
+			targets[m.from] = make(map[uint32]bool)
+		}
+		sources[m.to][m.from] = true
+		targets[m.from][m.to] = true
+		if m.from != m.to {
+			passing[m] = 0
+		}
+	}
+	for a, i := range c.prev.addrs {
+		note(move{i, c.addrAfter(a)})
+	}
+	for _, m := range c.regions {
+		note(m)
+	}
+	known, stays := numbers(c.prev), numbers(c.st)
+	order := slices.SortedFunc(gomaps.Keys(passing), func(a, b move) int {
+		return cmp.Or(cmp.Compare(a.from, b.from), cmp.Compare(a.to, b.to))
+	})
+	for _, m := range order {
+		switch {
+		case !known[m.to] && len(sources[m.to]) == 1:
+			passing[m] = m.to
+		case !stays[m.from] && len(targets[m.from]) == 1:
+			passing[m] = m.from
+		default:
+			passing[m] = c.st.nextIdentity
+			c.st.nextIdentity++
+		}
+		c.write(m, passing[m])
+	}
+	return func(from, to uint32) uint32 {
+		if from == to {
+			return from
+		}
+		return passing[move{from, to}]
+	}
+}
+
+// numbers returns the identities that addresses have in a state.
+func numbers(st *State) map[uint32]bool {
+	out := map[uint32]bool{
+		maps.IdentityWorld:      true,
+		maps.IdentityHost:       true,
+		maps.IdentityRemoteNode: true,
+		maps.IdentityPod:        true,
+	}
+	for _, n := range st.addrs {
+		out[n] = true
+	}
+	for _, n := range st.prefixes {
+		out[n] = true
+	}
+	return out
+}
+
+// write adds what the tables say of n while addresses move by it.
+func (c *change) write(m move, n uint32) {
+	for t, entries := range c.prev.tables {
+		if _, stays := c.st.tables[t]; !stays && n != m.from {
+			c.copyRow(t, entries, m.from, n)
+		}
+	}
+	for t, entries := range c.st.tables {
+		_, stays := c.prev.tables[t]
+		switch {
+		case n == m.to:
+		case !stays || n == m.from:
+			c.copyRow(t, entries, m.to, n)
+		default:
+			old := make(map[maps.PolicyKey]bool)
+			for _, r := range c.row(t, entries, m.from) {
+				k := r.key
+				k.Identity = n
+				old[k] = true
+			}
+			for _, r := range c.row(t, entries, m.to) {
+				k := r.key
+				k.Identity = n
+				if old[k] {
+					c.extra[k] = r.entry
+				}
+			}
+		}
+	}
+}
+
+func (c *change) copyRow(t uint32, entries Table, from, n uint32) {
+	for _, r := range c.row(t, entries, from) {
+		k := r.key
+		k.Identity = n
+		c.extra[k] = r.entry
+	}
+}
+
+// row returns what table t says of an identity, transitional classes included.
+func (c *change) row(t uint32, entries Table, identity uint32) []rowEntry {
+	v := c.views[t]
+	if v == nil {
+		v = make(view)
+		for k, e := range entries {
+			v.add(k, e)
+		}
+		c.views[t] = v
+	}
+	return v[identity]
+}

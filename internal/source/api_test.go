@@ -1,0 +1,347 @@
+package source
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/cilium/statedb"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/podweir/podweir/internal/fakeapi"
+	"github.com/podweir/podweir/internal/table"
+)
+
+func newTables(t *testing.T) *table.Tables {
+	t.Helper()
+	tables, err := table.New()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return tables
+}
+
+func testLog(t *testing.T) *slog.Logger {
+	return slog.New(slog.NewTextHandler(t.Output(), nil))
+}
+
+// run starts a source that stops before the test ends.
+func run(t *testing.T, s Source) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error)
+	go func() { done <- s.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Errorf("run: %v", err)
+		}
+	})
+}
+
+// within is the time a test gives an event to come.
+func within(t *testing.T) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// await waits until a table satisfies a condition on its objects by key.
+func await[Obj metav1.Object](t *testing.T, tables *table.Tables, tbl statedb.Table[Obj], what string, ok func(map[string]Obj) bool) map[string]Obj {
+	t.Helper()
+	ctx := within(t)
+	for {
+		seq, watch := tbl.AllWatch(tables.DB.ReadTxn())
+		have := map[string]Obj{}
+		for o := range seq {
+			have[table.Key(o.GetNamespace(), o.GetName())] = o
+		}
+		if ok(have) {
+			return have
+		}
+		select {
+		case <-watch:
+		case <-ctx.Done():
+			t.Fatalf("table %s: %s did not come about; it has %v", tbl.Name(), what, keysOf(have))
+		}
+	}
+}
+
+func keysOf[V any](m map[string]V) []string {
+	var keys []string
+	for k := range m {
+		keys = append(keys, k)
+	}
+	slices.Sort(keys)
+	return keys
+}
+
+func exactly[Obj any](keys ...string) func(map[string]Obj) bool {
+	slices.Sort(keys)
+	return func(have map[string]Obj) bool { return slices.Equal(keysOf(have), keys) }
+}
+
+func waitSynced(t *testing.T, tables *table.Tables) {
+	t.Helper()
+	if err := tables.WaitSynced(within(t)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func meta(ns, name string) metav1.ObjectMeta {
+	return metav1.ObjectMeta{Namespace: ns, Name: name, Labels: map[string]string{}}
+}
+
+func slice(name, svc string, addrs ...string) *discoveryv1.EndpointSlice {
+	s := &discoveryv1.EndpointSlice{ObjectMeta: meta("default", name), AddressType: discoveryv1.AddressTypeIPv4}
+	s.Labels[discoveryv1.LabelServiceName] = svc
+	for _, a := range addrs {
+		s.Endpoints = append(s.Endpoints, discoveryv1.Endpoint{Addresses: []string{a}})
+	}
+	return s
+}
+
+func fill(s *fakeapi.Server) {
+	s.Put(
+		&corev1.Namespace{ObjectMeta: meta("", "default")},
+		&corev1.Node{ObjectMeta: meta("", "a"), Spec: corev1.NodeSpec{PodCIDR: "10.244.80.0/24"}},
+		&corev1.Pod{ObjectMeta: meta("default", "web"), Status: corev1.PodStatus{PodIP: "10.244.80.65"}},
+		&corev1.Service{ObjectMeta: meta("default", "web"), Spec: corev1.ServiceSpec{ClusterIP: "10.98.235.247"}},
+		slice("web-1", "web", "10.244.80.66"), slice("web-2", "web", "10.244.158.65"),
+		&networkingv1.NetworkPolicy{ObjectMeta: meta("default", "deny")},
+		&networkingv1.ServiceCIDR{ObjectMeta: meta("", "kubernetes"), Spec: networkingv1.ServiceCIDRSpec{CIDRs: []string{"10.98.0.0/16"}}},
+	)
+}
+
+// modes runs a test against servers that can stream lists and that cannot.
+func modes(t *testing.T, test func(t *testing.T, s *fakeapi.Server)) {
+	for _, streams := range []bool{true, false} {
+		t.Run(fmt.Sprintf("watchlist=%v", streams), func(t *testing.T) {
+			t.Parallel()
+			s := fakeapi.New(t)
+			s.SetWatchList(streams)
+			test(t, s)
+		})
+	}
+}
+
+func TestAPIFollowsChanges(t *testing.T) {
+	modes(t, func(t *testing.T, s *fakeapi.Server) {
+		tables := newTables(t)
+		fill(s)
+		run(t, NewAPI(s.Client(t), tables, testLog(t)))
+		waitSynced(t, tables)
+		txn := tables.DB.ReadTxn()
+		for tbl, want := range map[statedb.TableMeta]int{
+			tables.Namespaces: 1, tables.Nodes: 1, tables.Pods: 1, tables.Services: 1,
+			tables.Slices: 2, tables.Policies: 1, tables.ServiceCIDRs: 1,
+		} {
+			if got := tbl.NumObjects(txn); got != want {
+				t.Errorf("%s: %d objects, want %d", tbl.Name(), got, want)
+			}
+		}
+		s.Put(slice("web-3", "web", "10.244.80.67"), slice("web-1", "other"))
+		s.Delete(slice("web-2", "web"))
+		await(t, tables, tables.Slices, "the changes", func(have map[string]*discoveryv1.EndpointSlice) bool {
+			return exactly[*discoveryv1.EndpointSlice]("default/web-1", "default/web-3")(have) &&
+				have["default/web-1"].Labels[discoveryv1.LabelServiceName] == "other"
+		})
+	})
+}
+
+// Nothing is reported synced while any one list is not in (S29).
+func TestAPISyncedOnlyWithEveryList(t *testing.T) {
+	modes(t, func(t *testing.T, s *fakeapi.Server) {
+		tables := newTables(t)
+		fill(s)
+		s.HoldLists()
+		run(t, NewAPI(s.Client(t), tables, testLog(t)))
+		for _, step := range []struct {
+			resource string
+			table    statedb.TableMeta
+		}{
+			{fakeapi.EndpointSlices, tables.Slices}, {fakeapi.Pods, tables.Pods}, {fakeapi.Nodes, tables.Nodes},
+			{fakeapi.Namespaces, tables.Namespaces}, {fakeapi.NetworkPolicies, tables.Policies},
+			{fakeapi.ServiceCIDRs, tables.ServiceCIDRs}, {fakeapi.Services, tables.Services},
+		} {
+			if txn := tables.DB.ReadTxn(); tables.Synced(txn) || step.table.NumObjects(txn) != 0 {
+				t.Fatalf("before the list of %s: synced %v, %d objects", step.resource, tables.Synced(txn), step.table.NumObjects(txn))
+			}
+			s.ReleaseLists(step.resource)
+			_, watch := step.table.Initialized(tables.DB.ReadTxn())
+			select {
+			case <-watch:
+			case <-within(t).Done():
+				t.Fatalf("the list of %s did not come in", step.resource)
+			}
+			if step.table.NumObjects(tables.DB.ReadTxn()) == 0 {
+				t.Errorf("table %s is complete and empty", step.table.Name())
+			}
+		}
+		waitSynced(t, tables)
+	})
+}
+
+// What is removed while the watch is cut goes (S30), whether the watch can go
+// on where it was or has to begin again with a list.
+func TestAPIRemovalsWhileCut(t *testing.T) {
+	for _, forget := range []bool{false, true} {
+		t.Run(fmt.Sprintf("gone=%v", forget), func(t *testing.T) {
+			modes(t, func(t *testing.T, s *fakeapi.Server) {
+				tables := newTables(t)
+				fill(s)
+				run(t, NewAPI(s.Client(t), tables, testLog(t)))
+				waitSynced(t, tables)
+				s.Await(t, fakeapi.EndpointSlices, func(st fakeapi.Stats) bool { return st.Open == 1 })
+
+				s.HoldWatches(fakeapi.EndpointSlices)
+				s.HoldLists(fakeapi.EndpointSlices)
+				s.CutWatches(fakeapi.EndpointSlices)
+				s.Await(t, fakeapi.EndpointSlices, func(st fakeapi.Stats) bool { return st.Open == 0 })
+				s.Delete(slice("web-1", "web"))
+				s.Put(slice("web-2", "web", "10.244.158.66"), slice("web-3", "web", "10.244.158.67"))
+				if forget {
+					s.Forget(fakeapi.EndpointSlices)
+				}
+				if got := tables.Slices.NumObjects(tables.DB.ReadTxn()); got != 2 {
+					t.Errorf("%d slices while cut, want the 2 of before", got)
+				}
+				s.ReleaseWatches(fakeapi.EndpointSlices)
+				s.ReleaseLists(fakeapi.EndpointSlices)
+				await(t, tables, tables.Slices, "the removal", func(have map[string]*discoveryv1.EndpointSlice) bool {
+					return exactly[*discoveryv1.EndpointSlice]("default/web-2", "default/web-3")(have) &&
+						have["default/web-2"].Endpoints[0].Addresses[0] == "10.244.158.66"
+				})
+				if !tables.Synced(tables.DB.ReadTxn()) {
+					t.Error("no longer synced")
+				}
+			})
+		})
+	}
+}
+
+func TestAPIDelayedEventsComeInOrder(t *testing.T) {
+	s := fakeapi.New(t)
+	tables := newTables(t)
+	fill(s)
+	run(t, NewAPI(s.Client(t), tables, testLog(t)))
+	waitSynced(t, tables)
+	s.HoldEvents(fakeapi.Pods)
+	web := &corev1.Pod{ObjectMeta: meta("default", "web")}
+	s.Delete(web)
+	web.UID = "again"
+	s.Put(web, &corev1.Pod{ObjectMeta: meta("default", "new")})
+	s.ReleaseEvents(fakeapi.Pods)
+	await(t, tables, tables.Pods, "the pod made again", func(have map[string]*corev1.Pod) bool {
+		return len(have) == 2 && have["default/web"].UID == "again"
+	})
+}
+
+// A server older than the ServiceCIDR API does not keep the agent waiting, and
+// one that learns it later is heard.
+func TestAPIWithoutServiceCIDRs(t *testing.T) {
+	modes(t, func(t *testing.T, s *fakeapi.Server) {
+		tables := newTables(t)
+		fill(s)
+		s.Fail(404, fakeapi.ServiceCIDRs)
+		src := NewAPI(s.Client(t), tables, testLog(t)).(*apiSource)
+		src.askAgain = 10 * time.Millisecond
+		run(t, src)
+		waitSynced(t, tables)
+		if n := tables.ServiceCIDRs.NumObjects(tables.DB.ReadTxn()); n != 0 {
+			t.Fatalf("%d service ranges from a server without", n)
+		}
+		if n := tables.Problems.NumObjects(tables.DB.ReadTxn()); n != 0 {
+			t.Errorf("an absent API is no problem, but %d stand", n)
+		}
+		s.Fail(0, fakeapi.ServiceCIDRs)
+		await(t, tables, tables.ServiceCIDRs, "the range", exactly[*networkingv1.ServiceCIDR]("kubernetes"))
+	})
+}
+
+func TestAPIErrorsAreProblems(t *testing.T) {
+	s := fakeapi.New(t)
+	tables := newTables(t)
+	fill(s)
+	s.Fail(403, fakeapi.Services)
+	run(t, NewAPI(s.Client(t), tables, testLog(t)))
+	p := awaitProblems(t, tables, "the refusal", func(p []string) bool { return len(p) == 1 })
+	if !strings.Contains(p[0], "cannot list services") || !strings.Contains(p[0], "grant the agent's account") {
+		t.Errorf("problem %q", p[0])
+	}
+	if tables.Synced(tables.DB.ReadTxn()) {
+		t.Error("synced without services")
+	}
+	s.Fail(0, fakeapi.Services)
+	waitSynced(t, tables)
+	awaitProblems(t, tables, "the end of it", func(p []string) bool { return len(p) == 0 })
+}
+
+func awaitProblems(t *testing.T, tables *table.Tables, what string, ok func([]string) bool) []string {
+	t.Helper()
+	ctx := within(t)
+	for {
+		seq, watch := tables.Problems.AllWatch(tables.DB.ReadTxn())
+		var have []string
+		for p := range seq {
+			have = append(have, p.String())
+		}
+		if ok(have) {
+			return have
+		}
+		select {
+		case <-watch:
+		case <-ctx.Done():
+			t.Fatalf("problems: %s did not come about:\n%s", what, strings.Join(have, "\n"))
+		}
+	}
+}
+
+// A change that trimming removes, such as a node's heartbeat, wakes nobody.
+func TestTrimmedChangesAreNotWritten(t *testing.T) {
+	s := fakeapi.New(t)
+	tables := newTables(t)
+	node := &corev1.Node{ObjectMeta: meta("", "a"), Spec: corev1.NodeSpec{PodCIDR: "10.244.80.0/24"}}
+	node.ManagedFields = []metav1.ManagedFieldsEntry{{Manager: "kubelet"}}
+	node.Annotations = map[string]string{"node.alpha.kubernetes.io/ttl": "0", "podweir.io/kept": "yes"}
+	s.Put(node)
+	run(t, NewAPI(s.Client(t), tables, testLog(t)))
+	waitSynced(t, tables)
+	before, rev, _ := tables.Nodes.Get(tables.DB.ReadTxn(), table.ByName[*corev1.Node]("", "a"))
+	if len(before.ManagedFields) != 0 || len(before.Annotations) != 1 {
+		t.Errorf("not trimmed: %+v", before.ObjectMeta)
+	}
+
+	node.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, LastHeartbeatTime: metav1.Now()}}
+	s.Put(node)
+	// The second change, which counts, comes after the first.
+	other := &corev1.Node{ObjectMeta: meta("", "b")}
+	s.Put(other)
+	await(t, tables, tables.Nodes, "node b", exactly[*corev1.Node]("a", "b"))
+	if _, now, _ := tables.Nodes.Get(tables.DB.ReadTxn(), table.ByName[*corev1.Node]("", "a")); now != rev {
+		t.Error("a heartbeat was written to the table")
+	}
+	node.Spec.PodCIDR = "10.244.81.0/24"
+	s.Put(node)
+	await(t, tables, tables.Nodes, "the new range", func(have map[string]*corev1.Node) bool {
+		return have["a"].Spec.PodCIDR == "10.244.81.0/24"
+	})
+}
+
+func TestOneSourcePerTables(t *testing.T) {
+	tables := newTables(t)
+	if _, err := NewDir(t.TempDir(), tables, testLog(t)); err != nil {
+		t.Fatal(err)
+	}
+	err := NewAPI(fakeapi.New(t).Client(t), tables, testLog(t)).Run(t.Context())
+	if err == nil || !strings.Contains(err.Error(), "manifests in") {
+		t.Errorf("a second source: %v", err)
+	}
+}

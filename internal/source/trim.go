@@ -1,0 +1,95 @@
+package source
+
+import (
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// The trim functions make the object that goes into a table: a new one that
+// carries what the dataplane reads and shares the parts it keeps. Trimming
+// twice changes nothing.
+
+func trimMeta(m metav1.ObjectMeta) metav1.ObjectMeta {
+	out := metav1.ObjectMeta{
+		Name:              m.Name,
+		Namespace:         m.Namespace,
+		UID:               m.UID,
+		ResourceVersion:   m.ResourceVersion,
+		CreationTimestamp: m.CreationTimestamp,
+		DeletionTimestamp: m.DeletionTimestamp,
+		Labels:            m.Labels,
+	}
+	for name, value := range m.Annotations {
+		if strings.HasPrefix(name, "podweir.io/") || strings.HasPrefix(name, "service.kubernetes.io/") {
+			if out.Annotations == nil {
+				out.Annotations = map[string]string{}
+			}
+			out.Annotations[name] = value
+		}
+	}
+	return out
+}
+
+func trimPod(p *corev1.Pod) *corev1.Pod {
+	out := &corev1.Pod{ObjectMeta: trimMeta(p.ObjectMeta)}
+	out.Spec.NodeName = p.Spec.NodeName
+	out.Spec.HostNetwork = p.Spec.HostNetwork
+	for _, c := range p.Spec.InitContainers {
+		// Of these, the ones that go on running beside the others.
+		if c.RestartPolicy != nil && *c.RestartPolicy == corev1.ContainerRestartPolicyAlways && len(c.Ports) > 0 {
+			out.Spec.InitContainers = append(out.Spec.InitContainers,
+				corev1.Container{Name: c.Name, Ports: c.Ports, RestartPolicy: c.RestartPolicy})
+		}
+	}
+	for _, c := range p.Spec.Containers {
+		if len(c.Ports) > 0 {
+			out.Spec.Containers = append(out.Spec.Containers, corev1.Container{Name: c.Name, Ports: c.Ports})
+		}
+	}
+	out.Status.Phase = p.Status.Phase
+	out.Status.PodIP = p.Status.PodIP
+	out.Status.PodIPs = p.Status.PodIPs
+	return out
+}
+
+func trimNamespace(n *corev1.Namespace) *corev1.Namespace {
+	return &corev1.Namespace{ObjectMeta: trimMeta(n.ObjectMeta)}
+}
+
+func trimNode(n *corev1.Node) *corev1.Node {
+	out := &corev1.Node{ObjectMeta: trimMeta(n.ObjectMeta)}
+	out.Spec.PodCIDR = n.Spec.PodCIDR
+	out.Spec.PodCIDRs = n.Spec.PodCIDRs
+	out.Status.Addresses = n.Status.Addresses
+	return out
+}
+
+func trimService(s *corev1.Service) *corev1.Service {
+	out := &corev1.Service{ObjectMeta: trimMeta(s.ObjectMeta), Spec: s.Spec}
+	out.Status.LoadBalancer = s.Status.LoadBalancer
+	return out
+}
+
+func trimSlice(s *discoveryv1.EndpointSlice) *discoveryv1.EndpointSlice {
+	out := &discoveryv1.EndpointSlice{ObjectMeta: trimMeta(s.ObjectMeta), AddressType: s.AddressType, Ports: s.Ports}
+	if s.Endpoints != nil {
+		out.Endpoints = make([]discoveryv1.Endpoint, len(s.Endpoints))
+	}
+	for i, e := range s.Endpoints {
+		e.DeprecatedTopology = nil
+		out.Endpoints[i] = e
+	}
+	return out
+}
+
+func trimPolicy(p *networkingv1.NetworkPolicy) *networkingv1.NetworkPolicy {
+	return &networkingv1.NetworkPolicy{ObjectMeta: trimMeta(p.ObjectMeta), Spec: p.Spec}
+}
+
+func trimServiceCIDR(s *networkingv1.ServiceCIDR) *networkingv1.ServiceCIDR {
+	return &networkingv1.ServiceCIDR{ObjectMeta: trimMeta(s.ObjectMeta), Spec: s.Spec}
+}
