@@ -262,12 +262,12 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	err = pw_mirror(skb, p, s);
 	if (err)
 		return err;
-	err = pw_flow_create(skb, &p->key, s);
+	err = pw_flow_create(skb, &p->key);
 	if (err >= PW_DROP_MALFORMED)
 		return err;
 	pw_count(err, p->hook, p->v6, skb->len);
 	if (err == PW_FLOW_RACE_LOST) {
-		other = pw_flow_find(&p->key);
+		other = pw_flow_find(pw_key_arg(s, &p->key));
 		if (!other)
 			return PW_DROP_FLOW_INSERT;
 		s->fwd = *other;

@@ -9,8 +9,9 @@
 #include "maps.h"
 #include "parse.h"
 
-/* The answer, copied out of the maps. */
+/* The answer, copied out of the maps. Lives in the scratch. */
 struct pw_target {
+	struct pw_addr addr; /* what was asked for; see pw_key_arg */
 	struct pw_gen_ref gen;
 	__u32 identity;
 	__u32 node;
@@ -59,6 +60,8 @@ static __always_inline void pw_resolve(const struct pw_addr *addr, struct pw_tar
 	struct pw_peer *peer;
 
 	__builtin_memset(t, 0, sizeof(*t));
+	t->addr = *addr;
+	addr = &t->addr;
 	ep = bpf_map_lookup_elem(&pw_endpoints, addr);
 	if (ep) {
 		t->gen.slot = ep->slot;
