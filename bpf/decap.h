@@ -57,10 +57,13 @@ static __always_inline int pw_strip(struct __sk_buff *skb, struct pw_pkt *p)
 	return 0;
 }
 
-/* Returns the action, or PW_NEXT to let the device take the packet. */
-static __always_inline int pw_decap(struct __sk_buff *skb, const struct pw_pkt *outer)
+/*
+ * Returns the action, or PW_NEXT to let the device take the packet. p is the
+ * outer packet's and becomes the inner one's: one of them is all that the
+ * stack has room for.
+ */
+static __always_inline int pw_decap(struct __sk_buff *skb, struct pw_pkt *p)
 {
-	struct pw_pkt p = { .hook = PW_FROM_NETDEV };
 	struct pw_scratch *s = pw_get_scratch();
 	struct pw_flow *at = NULL, *f;
 	struct pw_node *node;
@@ -69,26 +72,29 @@ static __always_inline int pw_decap(struct __sk_buff *skb, const struct pw_pkt *
 	if (!s)
 		return PW_NEXT;
 	f = &s->known;
-	if (outer->v6 || outer->l4 != PW_HDR_UDP || outer->ecn == PW_ECN_CE)
+	if (p->v6 || p->l4 != PW_HDR_UDP || p->ecn == PW_ECN_CE)
 		return PW_NEXT;
-	if (pw_parse_at(skb, &p, PW_HDR_INNER) || p.kind != PW_KIND_FLOW || p.ttl <= 1)
+	__builtin_memset(p, 0, sizeof(*p));
+	p->hook = PW_FROM_NETDEV;
+	if (pw_parse_at(skb, p, PW_HDR_INNER) || p->kind != PW_KIND_FLOW || p->ttl <= 1)
 		return PW_NEXT;
+	/* The entry node's id would have to be looked up for the key. */
 	if (pw_has_via(skb, PW_HDR_INNER))
 		return PW_NEXT;
-	if (!pw_flow_load(&p.key, f, &at) || f->from.kind != PW_PLACE_NODE ||
+	if (!pw_flow_load(&p->key, f, &at) || f->from.kind != PW_PLACE_NODE ||
 	    f->to.kind != PW_PLACE_POD)
 		return PW_NEXT;
-	p.from = f->from;
-	if (!pw_current(&p, f))
+	p->from = f->from;
+	if (!pw_current(p, f))
 		return PW_NEXT;
 	id = f->from.id;
 	node = bpf_map_lookup_elem(&pw_nodes, &id);
 	if (!node || !pw_outer_matches(skb, node))
 		return PW_NEXT;
-	if (pw_strip(skb, &p))
+	if (pw_strip(skb, p))
 		return PW_NEXT;
-	pw_flow_touch(&p, f, at, skb->len);
-	return pw_act(skb, &p, f, PW_ACT_DECAP);
+	pw_flow_touch(p, f, at, skb->len);
+	return pw_act(skb, p, f, PW_ACT_DECAP);
 }
 
 #endif

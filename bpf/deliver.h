@@ -161,6 +161,9 @@ static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p,
 	case PW_PLACE_WIRE:
 		return pw_to_wire(skb, p, f);
 	case PW_PLACE_HOST:
+		/* What the stack sent can't be handed back to it from here. */
+		if (!pw_is_ingress(p))
+			return pw_drop(skb, p, PW_DROP_NO_ROUTE);
 		pw_make_ours(skb);
 		pw_count(PW_FWD_HOST, p->hook, p->v6, skb->len);
 		return PW_NEXT;

@@ -300,6 +300,8 @@ __noinline int pw_flow_replied(const struct pw_flow_key *k, struct pw_flow *f)
  */
 static __always_inline int pw_confirms(const struct pw_pkt *p)
 {
+	if (p->key.proto == IPPROTO_ICMP || p->key.proto == IPPROTO_ICMPV6)
+		return 0; /* an echo costs nothing to forget */
 	if (p->key.proto != IPPROTO_TCP)
 		return 1;
 	return (p->tcp_flags & (PW_TCP_ACK | PW_TCP_SYN | PW_TCP_RST_BIT | PW_TCP_FIN)) ==
@@ -328,6 +330,16 @@ static __always_inline void pw_flow_touch(const struct pw_pkt *p, const struct p
 		pw_count(pw_flow_confirm(&p->key, at) ? PW_FLOW_TABLE_FULL : PW_FLOW_CONFIRMED,
 			 p->hook, p->v6, len);
 	}
+}
+
+static __always_inline int pw_same_place(const struct pw_place *a, const struct pw_place *b)
+{
+	if (a->kind == PW_PLACE_NODE && b->kind == PW_PLACE_WIRE)
+		return pw_node_direct(a->id);
+	if (a->kind != b->kind)
+		return 0;
+	/* The wire is one place: replies may arrive by another device. */
+	return a->id == b->id || a->kind == PW_PLACE_WIRE;
 }
 
 /* An existing reply entry that belongs to the very flow being created. */

@@ -11,17 +11,6 @@
 #include "flow.h"
 #include "icmp.h"
 
-/* Do packets that arrive from place b belong to a flow that comes from a? */
-static __always_inline int pw_same_place(const struct pw_place *a, const struct pw_place *b)
-{
-	if (a->kind == PW_PLACE_NODE && b->kind == PW_PLACE_WIRE)
-		return pw_node_direct(a->id);
-	if (a->kind != b->kind)
-		return 0;
-	/* The wire is one place: replies may arrive by another device. */
-	return a->id == b->id || a->kind == PW_PLACE_WIRE;
-}
-
 static __always_inline int pw_gen_fresh(const struct pw_gen_ref *ref)
 {
 	return pw_gen(ref->slot) == ref->gen;

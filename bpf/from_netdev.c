@@ -32,6 +32,9 @@ int from_netdev(struct __sk_buff *skb)
 		act = pw_decap(skb, &p);
 		return act == PW_NEXT ? pw_pass(skb, &p) : act;
 	}
+	/* Every map would take it for IPv4, and so may whatever comes after. */
+	if (err == PW_DROP_V4_MAPPED)
+		return pw_drop(skb, &p, err);
 	if (!bpf_map_lookup_elem(&pw_endpoints, &p.key.dst))
 		return pw_pass(skb, &p);
 	if (err)

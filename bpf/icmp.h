@@ -7,6 +7,7 @@
 #ifndef PW_ICMP_H
 #define PW_ICMP_H
 
+#include "decide.h"
 #include "flow.h"
 
 /* The embedded packet's tuple, turned round: the direction the error takes. */
@@ -76,13 +77,9 @@ __noinline int pw_icmp_error(struct __sk_buff *skb, struct pw_pkt *p)
 	src = &s->src;
 	pw_resolve(&p->key.src, src);
 	/* A router on the way may speak, but nobody under a false name. */
-	if (p->from.kind == PW_PLACE_POD && src->ifindex != p->from.id)
-		return PW_DROP_SPOOFED_SOURCE;
-	if (p->from.kind == PW_PLACE_NODE && src->node != p->from.id)
-		return PW_DROP_SPOOFED_SOURCE;
-	if (p->from.kind == PW_PLACE_WIRE &&
-	    (src->ifindex || src->flags & (PW_PEER_POD | PW_PEER_HOST | PW_PEER_LOCAL)))
-		return PW_DROP_SPOOFED_SOURCE;
+	err = pw_check_source(p, src);
+	if (err)
+		return err;
 	err = pw_embedded(skb, p->l4 + sizeof(struct pw_icmphdr), p->v6, &s->embedded);
 	if (err)
 		return err;
@@ -91,6 +88,9 @@ __noinline int pw_icmp_error(struct __sk_buff *skb, struct pw_pkt *p)
 		return PW_DROP_ICMP_UNRELATED;
 	f = pw_flow_find(&s->embedded);
 	if (!f || pw_flow_expired(&s->embedded, f))
+		return PW_DROP_ICMP_UNRELATED;
+	/* Only from where the flow's own packets come, or from this node. */
+	if (p->from.kind != PW_PLACE_HOST && !pw_same_place(&f->from, &p->from))
 		return PW_DROP_ICMP_UNRELATED;
 	if (f->verdict != PW_VERDICT_ALLOW)
 		return f->reason;

@@ -128,6 +128,14 @@ static __always_inline int pw_addr_is_multicast(const struct pw_addr *a)
 	return a->b[0] == 0xff;
 }
 
+/* Addresses that no router forwards: fe80::/10, ff01::/16, ff02::/16. */
+static __always_inline int pw_addr_is_link(const struct pw_addr *a)
+{
+	if (a->b[0] == 0xff)
+		return (a->b[1] & 0xf) <= 2;
+	return a->b[0] == 0xfe && (a->b[1] & 0xc0) == 0x80;
+}
+
 /* No host may send from these: 0/8, 127/8, multicast, ::, ::1. */
 static __always_inline int pw_addr_is_bad_source(const struct pw_addr *a)
 {
@@ -168,9 +176,9 @@ static __always_inline int pw_parse_ports(struct __sk_buff *skb, struct pw_pkt *
 
 		if ((void *)(udp + 1) > end || l4_len < sizeof(*udp))
 			return PW_DROP_MALFORMED;
-		/* 0 stands for more than 64 KiB under GSO. */
-		if (udp->len && (bpf_ntohs(udp->len) < sizeof(*udp) ||
-				 bpf_ntohs(udp->len) > l4_len) && !skb->gso_size)
+		/* Under GSO 0 stands for more than 64 KiB. */
+		if (!skb->gso_size && (bpf_ntohs(udp->len) < sizeof(*udp) ||
+				       bpf_ntohs(udp->len) > l4_len))
 			return PW_DROP_MALFORMED;
 		p->headers += sizeof(*udp);
 		p->key.sport = bpf_ntohs(udp->source);
@@ -215,9 +223,13 @@ static __always_inline int pw_parse_icmp(struct __sk_buff *skb, struct pw_pkt *p
 		p->key.dport = bpf_ntohs(icmp->id);
 	else if (type < PW_ICMP6_INFO)
 		p->kind = PW_KIND_ICMP_ERROR;
-	else if ((type >= PW_ICMP6_LINK_FIRST && type <= PW_ICMP6_LINK_LAST) ||
-		 type == PW_ICMP6_MLD2)
-		/* MLD (RFC 2710, 3810) and neighbour discovery (RFC 4861). */
+	else if (((type >= PW_ICMP6_LINK_FIRST && type <= PW_ICMP6_LINK_LAST) ||
+		  type == PW_ICMP6_MLD2) && pw_addr_is_link(&p->key.dst))
+		/*
+		 * MLD (RFC 2710, 3810) and neighbour discovery (RFC 4861), on
+		 * the link. To a routed address they are packets like any
+		 * other: the host would forward them.
+		 */
 		p->kind = PW_KIND_LINK;
 	return 0;
 }
@@ -241,14 +253,15 @@ static __always_inline int pw_parse_v4(struct __sk_buff *skb, struct pw_pkt *p, 
 
 	if ((void *)(ip + 1) > end || ip->version != 4)
 		return PW_DROP_MALFORMED;
+	/* Who it is for is known even when the rest makes no sense. */
+	pw_addr_v4(&p->key.src, ip->saddr);
+	pw_addr_v4(&p->key.dst, ip->daddr);
 	header = ip->ihl * 4;
 	total = bpf_ntohs(ip->tot_len);
 	if (!total && skb->gso_size) /* BIG TCP */
 		total = have;
 	if (header < sizeof(*ip) || total < header || total > have)
 		return PW_DROP_MALFORMED;
-	pw_addr_v4(&p->key.src, ip->saddr);
-	pw_addr_v4(&p->key.dst, ip->daddr);
 	p->key.proto = ip->protocol;
 	p->ttl = ip->ttl;
 	p->ecn = ip->tos & 3;
@@ -270,7 +283,8 @@ static __always_inline int pw_walk_v6(struct __sk_buff *skb, __u8 *next, __u32 *
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
 	int i;
 
-	for (i = 0; i < PW_EXT_HEADERS_MAX; i++) {
+	/* One round more than headers: it sees that none follows. */
+	for (i = 0; i <= PW_EXT_HEADERS_MAX; i++) {
 		__u8 *h = data + (*off & 0xff);
 		__u8 n = *next;
 
@@ -305,19 +319,19 @@ static __always_inline int pw_parse_v6(struct __sk_buff *skb, struct pw_pkt *p, 
 	__u8 next;
 	int err;
 
+	p->v6 = 1;
 	if ((void *)(ip + 1) > end || ip->version != 6)
-		return PW_DROP_MALFORMED;
-	payload = bpf_ntohs(ip->payload_len);
-	if (!payload && skb->gso_size) /* BIG TCP, RFC 2675 */
-		payload = have;
-	if (payload > have)
 		return PW_DROP_MALFORMED;
 	pw_addr_copy(&p->key.src, &ip->saddr);
 	pw_addr_copy(&p->key.dst, &ip->daddr);
 	/* Such a packet would be taken for IPv4 by every map (RFC 4942 2.2). */
 	if (pw_addr_is_v4(&p->key.src) || pw_addr_is_v4(&p->key.dst))
 		return PW_DROP_V4_MAPPED;
-	p->v6 = 1;
+	payload = bpf_ntohs(ip->payload_len);
+	if (!payload && skb->gso_size) /* BIG TCP, RFC 2675 */
+		payload = have;
+	if (payload > have)
+		return PW_DROP_MALFORMED;
 	p->ttl = ip->hop_limit;
 	p->ecn = (ip->flow_lbl[0] >> 4) & 3;
 	p->l3 = base + ETH_HLEN;

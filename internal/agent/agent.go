@@ -48,6 +48,7 @@ type Options struct {
 	ServiceCIDRs []netip.Prefix // besides those of ServiceCIDR objects
 	MTU          int            // of pods; 0 = from the node's device
 	VNI          uint32
+	Mode         tunnel.Mode // empty = vxlan
 	Log          *slog.Logger
 }
 
@@ -120,6 +121,9 @@ type stats struct {
 
 // New makes the loop over what the maps hold. It writes nothing yet.
 func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipam.Allocator) (*Agent, error) {
+	if opt.Mode == "" {
+		opt.Mode = tunnel.ModeVXLAN
+	}
 	a := &Agent{
 		opt: opt, log: opt.Log, tables: tables, dp: dp, stack: stack, ipam: alloc,
 		eps:      newEndpoints(),

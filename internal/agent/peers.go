@@ -48,6 +48,7 @@ type peerInput struct {
 	self      string
 	selfAddr  netip.Addr // tunnel endpoint of this node
 	vni       uint32
+	mode      tunnel.Mode
 	ways      map[netip.Addr]node.Way // how the kernel reaches the others
 	nodes     []tunnel.NodeInfo
 	tunnel    tunnel.Output
@@ -381,7 +382,9 @@ func (p *peers) compileNodes(in peerInput) (ids map[string]uint32, errs []error)
 			continue
 		}
 		ids[n.Name] = id
-		nodes[id] = nodeEntry(n, in.selfAddr, in.vni, in.ways)
+		if nodes[id], err = nodeEntry(n, in); err != nil {
+			errs = append(errs, err)
+		}
 		byAddr[addr] = id
 	}
 	p.nodes.Desire(nodes)

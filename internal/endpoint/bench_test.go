@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"github.com/podweir/podweir/internal/endpoint"
 	"github.com/podweir/podweir/internal/endpoint/endpointtest"
@@ -211,6 +212,9 @@ func nodeAddrs(t *testing.T) []string {
 		a, err := netlink.ParseAddr(s)
 		if err != nil {
 			t.Fatal(err)
+		}
+		if a.IP.To4() == nil {
+			a.Flags = unix.IFA_F_NODAD // usable at once
 		}
 		if err := netlink.AddrReplace(lo, a); err != nil {
 			t.Fatal(err)

@@ -45,7 +45,7 @@ func checkAgainstOracle(t *testing.T, g generator, in *policy.Input, out *policy
 }
 
 func TestDifferential(t *testing.T) {
-	for seed := range uint64(3000) {
+	for seed := range uint64(2000) {
 		g := newGenerator(seed)
 		in := g.input()
 		out := policy.Compile(*in, nil)

@@ -219,7 +219,7 @@ func sample(g generator, oldIn, newIn *policy.Input, d, final *datapath) []sampl
 
 func TestSequences(t *testing.T) {
 	var stats transitionStats
-	for seed := range uint64(150) {
+	for seed := range uint64(100) {
 		g := newGenerator(seed)
 		sequence(t, g, g.input(), 8, &stats)
 	}

@@ -1,0 +1,187 @@
+package packet
+
+import (
+	"net/netip"
+	"testing"
+
+	"github.com/podweir/podweir/internal/bpf"
+	"github.com/podweir/podweir/internal/maps"
+)
+
+const (
+	noService     = bpf.DpPwReasonPW_DROP_NO_SERVICE
+	noServicePort = bpf.DpPwReasonPW_DROP_NO_SERVICE_PORT
+	noBackend     = bpf.DpPwReasonPW_DROP_NO_BACKEND
+)
+
+// Ten thousand connections spread evenly, whatever the number of backends.
+func TestEvenChoice(t *testing.T) {
+	// Chi-square limits at p = 0.0001 for n-1 degrees of freedom.
+	limits := map[int]float64{2: 15.14, 3: 18.42, 7: 27.86, 16: 44.26}
+	both(t, func(t *testing.T, w *world) {
+		for n, limit := range limits {
+			var addrs []netip.AddrPort
+			for i := range n {
+				addrs = append(addrs, ap(w.f.remote, uint16(9000+i)))
+			}
+			set := uint32(setFree + n)
+			w.backends(set, addrs...)
+			w.service(w.f.vip, svcPort, maps.ProtoTCP, maps.Service{Id: 1, Set: set, Count: uint32(n)})
+			clear(w, w.set.FlowsNew)
+			const picks = 10000
+			seen := make([]float64, n)
+			for i := range picks {
+				pkt := tcp(ap(w.f.client, uint16(1024+i)), ap(w.f.vip, svcPort), syn).bytes(t)
+				copy(pkt, w.devs[devClient].mac)
+				out, err := w.quick(devClient, pkt)
+				if err != nil {
+					t.Fatal(err)
+				}
+				d, _ := decode(out)
+				_, port := d.ports()
+				seen[port-9000]++
+			}
+			chi, want := 0.0, float64(picks)/float64(n)
+			for _, got := range seen {
+				chi += (got - want) * (got - want) / want
+			}
+			if chi > limit {
+				t.Errorf("%d backends: chi-square %.1f over %.1f: %v", n, chi, limit, seen)
+			}
+		}
+	})
+}
+
+// What no service offers is refused by name, from wherever it is called.
+func TestServiceAddressWithoutService(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		f := w.f
+		for _, c := range []struct {
+			dst  netip.AddrPort
+			want reason
+		}{
+			{ap(f.vip, 81), noServicePort},
+			{ap(f.vip, podPort), noServicePort},
+			{ap(f.unowned, svcPort), noService},
+			{ap(f.vipEmpty, svcPort), noBackend},
+		} {
+			w.pod(devClient, tcp(ap(f.client, 1), c.dst, syn)).is(c.want, miss)
+			w.host(tcp(ap(f.nodeA, 1), c.dst, syn)).is(c.want, miss)
+			w.pod(devClient, udp(ap(f.client, 1), c.dst)).is(c.want, miss)
+			// Through the tunnel nothing is translated and nothing passed on.
+			w.tunnel(f.nodeB, udp(ap(f.remote, 1), c.dst)).is(noService, miss)
+		}
+		w.tunnel(f.nodeB, udp(ap(f.remote, 1), ap(f.vip, svcPort))).is(noService, miss)
+		// Protocols that services have none of: ping too.
+		for dst, want := range map[netip.Addr]reason{f.vip: noServicePort, f.unowned: noService} {
+			w.pod(devClient, echo(f.client, dst, 9)).is(want, miss)
+			w.host(echo(f.nodeA, dst, 9)).is(want, miss)
+			w.pod(devClient, frame{src: ap(f.client, 0), dst: ap(dst, 0), proto: protoGRE}).is(want, miss)
+		}
+		all, err := w.set.FlowsNew.Dump()
+		if err != nil || len(all) != 0 {
+			t.Fatalf("%d flows of refused packets, %v", len(all), err)
+		}
+		// From outside the node it is the kernel's affair.
+		w.wire(udp(ap(f.world, 1), ap(f.vip, svcPort))).is(passed)
+	})
+}
+
+// TCP, UDP and SCTP on one address and port are three services.
+func TestProtocolsAreApart(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		f := w.f
+		src := ap(f.client, 40000)
+		w.backends(setFree, ap(f.local, 1001))
+		w.backends(setFree+1, ap(f.third, 1002))
+		w.backends(setFree+2, ap(f.third, 7000))
+		w.service(f.vip, 7000, maps.ProtoTCP, maps.Service{Id: 30, Set: setFree, Count: 1})
+		w.service(f.vip, 7000, maps.ProtoUDP, maps.Service{Id: 31, Set: setFree + 1, Count: 1})
+		w.service(f.vip, 7000, maps.ProtoSCTP, maps.Service{Id: 32, Set: setFree + 2, Count: 1})
+		vip := ap(f.vip, 7000)
+		w.pod(devClient, tcp(src, vip, syn)).is(fwdLocal, miss, created).leaves(src, ap(f.local, 1001))
+		w.pod(devClient, udp(src, vip)).is(fwdLocal, miss, created).leaves(src, ap(f.third, 1002))
+		sctp := frame{src: src, dst: vip, proto: maps.ProtoSCTP, payload: []byte{1, 0, 0, 8, 1, 2, 3, 4}}
+		w.pod(devClient, sctp).is(fwdLocal, miss, created).leaves(src, ap(f.third, 7000))
+		answer := frame{src: ap(f.third, 7000), dst: src, proto: maps.ProtoSCTP, payload: sctp.payload}
+		w.pod(devThird, answer).is(fwdLocal, hitNew).leaves(vip, src)
+	})
+}
+
+// The set is replaced as the agent does it: established connections stay
+// where they are, new ones find the new set at every moment.
+func TestSetReplaced(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		f := w.f
+		c := w.conn(40000).open()
+		w.backends(setFree, ap(f.local, podPort))
+		w.service(f.vipRemote, svcPort, maps.ProtoTCP, maps.Service{Id: 12, Set: setFree, Count: 1})
+		fresh := tcp(ap(f.client, 40001), ap(f.vipRemote, svcPort), syn)
+		w.pod(devClient, fresh).is(fwdLocal, miss, created).leaves(fresh.src, ap(f.local, podPort))
+		del(w, w.set.Backends, maps.BackendKey{Set: setRemote})
+		c.send(ack).is(fwdTunnel, hit)
+		// Its backend's generation moves with the removal: still no other one.
+		w.bump(slotRemote)
+		c.send(ack).is(fwdTunnel, stale, hit).leaves(c.out.src, c.answer.src)
+
+		// Scaled to nothing: new connections are refused, the old one drains.
+		w.service(f.vipRemote, svcPort, maps.ProtoTCP, maps.Service{Id: 12})
+		fresh.src = ap(f.client, 40002)
+		w.pod(devClient, fresh).is(noBackend, miss)
+		c.send(ack|psh).is(fwdTunnel, hit)
+		del(w, w.set.Services, maps.ServiceKey{Addr: maps.ToAddr(f.vipRemote), Port: svcPort, Proto: maps.ProtoTCP})
+		w.pod(devClient, fresh).is(noServicePort, miss)
+		c.reply(ack).is(fwdLocal, hit).leaves(c.out.dst, c.out.src)
+
+		// A set that is gone without a successor is no endless search.
+		w.service(f.vipRemote, svcPort, maps.ProtoTCP, maps.Service{Id: 12, Set: 999, Count: 3})
+		w.pod(devClient, fresh).is(noBackend, miss)
+	})
+}
+
+// Translation keeps what was right right, in every shape a packet has.
+func TestTranslatedChecksums(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		f := w.f
+		src, vip, real := ap(f.client, 40000), ap(f.vipLocal, svcPort), ap(f.local, podPort)
+		for n := range 40 {
+			fr := tcp(src, vip, psh|ack)
+			fr.payload = make([]byte, n)
+			for i := range fr.payload {
+				fr.payload[i] = byte(251 * (i + n))
+			}
+			w.pod(devClient, fr).ended(fwdLocal).leaves(src, real)
+			fr.proto = maps.ProtoUDP
+			w.pod(devClient, fr).ended(fwdLocal).leaves(src, real)
+		}
+		// A UDP checksum of zero means none, and stays so.
+		fr := udp(src, vip)
+		fr.noSum = true
+		d, _ := decode(w.pod(devClient, fr).ended(fwdLocal).leaves(src, real).out)
+		if d.upper[6] != 0 || d.upper[7] != 0 {
+			t.Fatalf("checksum %x appeared", d.upper[6:8])
+		}
+		w.udpSumBecomesZero(src, vip, real)
+		// What was wrong stays wrong: nobody downstream may believe it.
+		pkt := udp(src, vip).bytes(t)
+		pkt[len(pkt)-1] ^= 1
+		if r := w.run(w.at(fromPod, pkt)).ended(fwdLocal); wrong(r.out) == "" {
+			t.Fatal("a wrong checksum was made right")
+		}
+	})
+}
+
+// The sum that comes out as zero is written as all ones (RFC 768).
+func (w *world) udpSumBecomesZero(src, vip, real netip.AddrPort) {
+	w.t.Helper()
+	out := udp(src, real).with("xx\x00\x00").bytes(w.t)
+	d, _ := decode(out)
+	sum := uint16(d.upper[6])<<8 | uint16(d.upper[7])
+	// Adding the checksum to the payload takes it away from the checksum.
+	fr := udp(src, vip).with("xx" + string([]byte{byte(sum >> 8), byte(sum)}))
+	r := w.pod(devClient, fr).ended(fwdLocal).leaves(src, real)
+	d, _ = decode(r.out)
+	if d.upper[6] != 0xff || d.upper[7] != 0xff {
+		w.t.Fatalf("checksum %x, want ffff", d.upper[6:8])
+	}
+}
