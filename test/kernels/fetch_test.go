@@ -1,8 +1,6 @@
 package kernels
 
-import (
-	"testing"
-)
+import "testing"
 
 func TestNewestIsByNumber(t *testing.T) {
 	for _, c := range []struct {

@@ -75,7 +75,8 @@ func (w *world) checkLocal(v6 bool) error {
 		udp.want(1, bpf.DpPwReasonPW_FLOW_CONFIRMED, fromPod, v6),
 		udp.want(established, bpf.DpPwReasonPW_FLOW_HIT, fromPod, v6),
 		udp.want(2*rounds, bpf.DpPwReasonPW_FWD_LOCAL, fromPod, v6),
-		icmp.want(established, bpf.DpPwReasonPW_FLOW_HIT, fromPod, v6),
+		// ICMP never confirms a flow.
+		icmp.want(2*rounds-1, bpf.DpPwReasonPW_FLOW_HIT_NEW, fromPod, v6),
 		icmp.want(2*rounds, bpf.DpPwReasonPW_FWD_LOCAL, fromPod, v6),
 		tcp.want(1, bpf.DpPwReasonPW_FLOW_CONFIRMED, fromPod, v6),
 		tcp.want(-20, bpf.DpPwReasonPW_FLOW_HIT, fromPod, v6),
@@ -222,7 +223,7 @@ func (w *world) checkTunnel(v6, own bool) error {
 		near.want(device, bpf.DpPwReasonPW_FWD_TUNNEL, fromPod, v6),
 		far.want(decap, bpf.DpPwReasonPW_FWD_DECAP, fromNetdev, v6),
 		far.want(2*rounds-decap, bpf.DpPwReasonPW_FWD_LOCAL, fromOverlay, v6),
-		near.want(2*(rounds-2), bpf.DpPwReasonPW_FLOW_HIT, fromPod, v6),
+		near.want(rounds-2, bpf.DpPwReasonPW_FLOW_HIT, fromPod, v6),
 	}
 	if own {
 		errs = append(errs, stream.want(-10, bpf.DpPwReasonPW_FWD_ENCAP, fromPod, v6))
