@@ -27,7 +27,8 @@ static long pw_sweep_one(__u32 i, struct pw_sweep *c)
 	/* What promotion left behind, while the flow itself lives. */
 	if (f && f->flags & PW_F_CONFIRMED)
 		bpf_map_delete_elem(&pw_flows_new, &k);
-	if (!f || !pw_flow_expired(&k, f) || !pw_flow_claim(&k, f))
+	if (!f || !pw_flow_expired(&k, f, PW_SCRATCH_SWEEP) ||
+	    !pw_flow_claim(&k, f, PW_SCRATCH_SWEEP))
 		return 0;
 	pw_count(PW_FLOW_SWEPT, 0, !pw_addr_is_v4(&k.src), 0);
 	c->removed++;
