@@ -37,7 +37,8 @@ static __always_inline int pw_check_source(struct pw_pkt *p, const struct pw_tar
 			return src->node || src->flags ? PW_DROP_SPOOFED_SOURCE : 0;
 		return src->node == p->from.id ? 0 : PW_DROP_SPOOFED_SOURCE;
 	}
-	if (!(src->flags & PW_PEER_POD))
+	/* Other nodes, and their pods, come through the tunnel or directly. */
+	if (!(src->flags & (PW_PEER_POD | PW_PEER_NODE)))
 		return 0;
 	if (!pw_node_direct(src->node))
 		return PW_DROP_SPOOFED_SOURCE;

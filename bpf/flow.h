@@ -162,6 +162,26 @@ __noinline int pw_flow_expired(const struct pw_flow_key *k, const struct pw_flow
 	return !twin || twin->last_seen + timeout <= now;
 }
 
+/* Is the other direction's entry still there, in either table? */
+__noinline int pw_flow_has_twin(const struct pw_flow_key *k, const struct pw_flow *f)
+{
+	struct pw_scratch *s = pw_get_scratch();
+
+	if (!k || !f || !s)
+		return 0;
+	pw_twin_key(k, f, &s->twin);
+	return pw_flow_find(&s->twin) != NULL;
+}
+
+/*
+ * A flood may have pushed the reply entry of an unconfirmed flow out. What
+ * is left of it would send packets whose answers nobody knows.
+ */
+static __always_inline int pw_flow_whole(const struct pw_flow_key *k, const struct pw_flow *f)
+{
+	return f->flags & (PW_F_CONFIRMED | PW_F_REPLY) || pw_flow_has_twin(k, f);
+}
+
 static __always_inline void pw_flow_delete(const struct pw_flow_key *k)
 {
 	bpf_map_delete_elem(&pw_flows, k);

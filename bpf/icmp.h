@@ -89,6 +89,9 @@ __noinline int pw_icmp_error(struct __sk_buff *skb, struct pw_pkt *p)
 	f = pw_flow_find(&s->embedded);
 	if (!f || pw_flow_expired(&s->embedded, f))
 		return PW_DROP_ICMP_UNRELATED;
+	/* Decided from what has changed: the flow's next packet tells anew. */
+	if (!pw_fresh(f))
+		return PW_DROP_ICMP_UNRELATED;
 	/* Only from where the flow's own packets come, or from this node. */
 	if (p->from.kind != PW_PLACE_HOST && !pw_same_place(&f->from, &p->from))
 		return PW_DROP_ICMP_UNRELATED;

@@ -30,6 +30,17 @@ static __always_inline __u32 pw_gen(__u32 slot)
 	return gen ? *(volatile __u32 *)gen : 0;
 }
 
+/* Has nothing moved since? */
+static __always_inline int pw_gen_fresh(const struct pw_gen_ref *ref)
+{
+	return pw_gen(ref->slot) == ref->gen;
+}
+
+static __always_inline int pw_fresh(const struct pw_flow *f)
+{
+	return pw_gen_fresh(&f->src_gen) && pw_gen_fresh(&f->dst_gen);
+}
+
 /* Is this node's traffic routed as it is, without the tunnel? */
 static __always_inline int pw_node_direct(__u32 id)
 {

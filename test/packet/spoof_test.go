@@ -70,11 +70,11 @@ func TestSpoofedSource(t *testing.T) {
 		for _, src := range []netip.Addr{f.client, f.local, f.free, f.far, f.nodeA, f.nodeC, f.world, f.vip, f.lost} {
 			w.tunnel(f.nodeB, udp(ap(src, 1000), to)).is(spoofedSource, miss)
 		}
-		// By the wire: no pods, nothing of this node, no services.
-		for _, src := range []netip.Addr{f.client, f.local, f.free, f.remote, f.remoteFree, f.nodeA, f.vip, f.lost} {
+		// By the wire: no pods, no nodes, no services.
+		for _, src := range []netip.Addr{f.client, f.local, f.free, f.remote, f.remoteFree, f.nodeA, f.nodeB, f.vip, f.lost} {
 			w.wire(udp(ap(src, 1000), to)).is(spoofedSource, miss)
 		}
-		w.wire(udp(ap(f.nodeB, 1000), to)).is(fwdLocal, miss, created)
+		w.wire(udp(ap(f.world, 1000), to)).is(fwdLocal, miss, created)
 	})
 }
 

@@ -158,6 +158,13 @@ func TestHalfAFlow(t *testing.T) {
 		w.pod(devClient, fr).is(fwdLocal, miss, created)
 		w.pod(devLocal, answer).is(fwdLocal, hitNew).leaves(fr.dst, fr.src)
 		w.pod(devClient, fr).is(fwdLocal, hitNew, confirmed)
+
+		other := udp(ap(w.f.client, 40001), fr.dst)
+		answer = udp(ap(w.f.local, podPort), other.src)
+		w.pod(devClient, other).is(fwdLocal, miss, created)
+		del(w, w.set.FlowsNew, answer.key())
+		w.pod(devClient, other).is(fwdLocal, miss, takenOver, created)
+		w.pod(devLocal, answer).is(fwdLocal, hitNew).leaves(other.dst, other.src)
 	})
 }
 
