@@ -11,6 +11,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/test/cluster"
@@ -216,4 +217,18 @@ func pick(v6 bool, addr4, addr6 string) string {
 		return addr6
 	}
 	return addr4
+}
+
+// pod makes a running pod with these addresses.
+func pod(name, node string, ips ...string) *corev1.Pod {
+	p := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name, UID: types.UID("uid-" + name)},
+		Spec:       corev1.PodSpec{NodeName: node, Containers: []corev1.Container{{Name: "main", Image: "podweir/pw-server"}}},
+		Status:     corev1.PodStatus{Phase: corev1.PodRunning},
+	}
+	for _, ip := range ips {
+		p.Status.PodIPs = append(p.Status.PodIPs, corev1.PodIP{IP: ip})
+	}
+	p.Status.PodIP = ips[0]
+	return p
 }
