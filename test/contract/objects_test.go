@@ -6,7 +6,9 @@ import (
 	"net/netip"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -91,10 +93,33 @@ func (w *world) put(t *testing.T, objs ...cluster.Object) {
 		if err := w.Manifests.Delete(objs...); err != nil {
 			t.Error(err)
 		}
+		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+		defer cancel()
+		for _, o := range objs {
+			svc, is := o.(*corev1.Service)
+			if !is {
+				continue
+			}
+			for _, addr := range svc.Spec.ClusterIPs {
+				w.absent(t, ctx, strings.ToLower(string(svc.Spec.Ports[0].Protocol)), vip(addr, uint16(svc.Spec.Ports[0].Port)))
+			}
+		}
+		w.settled(t, ctx)
 	})
 }
 
-// with changes objects that all share, for the duration of the case.
+// settled waits until the round that each agent is in, if any, is over: its
+// loop answers between two rounds only.
+func (w *world) settled(t *testing.T, ctx context.Context) {
+	t.Helper()
+	for _, n := range w.Nodes {
+		if code, body, err := n.AgentGet(ctx, "/healthz"); err != nil || code != 200 {
+			t.Errorf("%s: /healthz: %d %s, %v", n.NodeName, code, body, err)
+		}
+	}
+}
+
+// restore puts objects that all share back when the case ends.
 func (w *world) restore(t *testing.T, objs ...cluster.Object) {
 	t.Helper()
 	t.Cleanup(func() {
