@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -31,9 +32,10 @@ func (p Probe) String() string { return fmt.Sprintf("%s %s -> %v", p.Proto, p.Fr
 // Result is what came of it.
 type Result struct {
 	Outcome string
-	Server  string     // who answered
-	Peer    netip.Addr // whom it saw
-	Err     error      // why it was refused, or could not be sent
+	Server  string        // who answered
+	Peer    netip.Addr    // whom it saw
+	At      time.Duration // since the round began
+	Err     error         // why it was refused, or could not be sent
 }
 
 // settle is how long, in ms, a round that is complete listens on for answers
@@ -56,6 +58,7 @@ func Run(ctx context.Context, probes []Probe, dropped func() (uint64, error)) ([
 	if err := r.open(); err != nil {
 		return nil, err
 	}
+	r.start = time.Now()
 	for i := range probes {
 		r.send(i)
 	}
@@ -82,6 +85,7 @@ type round struct {
 	results []Result
 	fds     []int // -1 once over
 	waiting int
+	start   time.Time
 }
 
 // open makes the sockets, one visit to each namespace.
@@ -144,7 +148,7 @@ func (r *round) send(i int) {
 // over ends one probe. A TCP connection is reset, so that nothing of it is
 // sent again later.
 func (r *round) over(i int, outcome string, err error) {
-	r.results[i].Outcome, r.results[i].Err = outcome, err
+	r.results[i].Outcome, r.results[i].Err, r.results[i].At = outcome, err, time.Since(r.start)
 	r.waiting--
 	r.shut(i)
 }

@@ -178,9 +178,16 @@ func (w *world) netns(key string) *cluster.Netns {
 	return nil
 }
 
-// apply writes policies given as the body of their spec, and waits until
-// both nodes have them in force.
+// apply writes policies and waits until both nodes have them in force.
 func (w *world) apply(docs ...string) {
+	w.Helper()
+	w.write(docs...)
+	w.settled()
+}
+
+// write writes policies, each given as a line with its name and the body of
+// its spec.
+func (w *world) write(docs ...string) {
 	w.Helper()
 	for _, doc := range docs {
 		name, spec, _ := strings.Cut(strings.TrimSpace(doc), "\n")
@@ -197,7 +204,6 @@ func (w *world) apply(docs ...string) {
 		w.must(w.c.Manifests.Put(p))
 		w.policies[p.Namespace+"/"+p.Name] = p
 	}
-	w.settled()
 }
 
 func (w *world) remove(name string) {
@@ -366,6 +372,7 @@ func (w *world) matrix() (allowed, denied int) {
 		}
 	}
 	if wrong > 0 {
+		w.describe()
 		w.Fatalf("%d of %d pairs are wrong; policies: %v", wrong, len(got), slices.Sorted(maps.Keys(w.policies)))
 	}
 	return allowed, denied
@@ -388,4 +395,35 @@ func (w *world) check() {
 		w.Fatalf("%d allowed, %d denied: this shows nothing", allowed, denied)
 	}
 	w.Logf("%d allowed, %d denied", allowed, denied)
+}
+
+// describe logs what both nodes have in force.
+func (w *world) describe() {
+	for _, n := range w.c.Nodes {
+		_, body, err := n.AgentGet(w.ctx, api.PathPolicy)
+		w.Logf("%s says %v %s", n.NodeName, err, body)
+		set := w.sets[n.NodeName]
+		counters, err := set.Metrics.Read()
+		w.must(err)
+		for _, s := range counters {
+			w.Logf("%s %s %s %s: %d", n.NodeName, pwmaps.ReasonName(s.Reason), pwmaps.HookName(s.Hook), s.Family(), s.Packets)
+		}
+		eps, err := set.Endpoints.Dump()
+		w.must(err)
+		for a, e := range eps {
+			gen, _, err := set.Gens.Get(e.Slot)
+			w.must(err)
+			w.Logf("%s endpoint %s: %+v, generation %d", n.NodeName, pwmaps.KeyString(a), e, gen)
+		}
+		verdicts, err := set.Policy.Dump()
+		w.must(err)
+		for k, v := range verdicts {
+			w.Logf("%s verdict %s: %+v", n.NodeName, pwmaps.KeyString(k), v)
+		}
+		for _, port := range []uint32{portA, portB} {
+			class, _, err := set.PortClass.Get(port)
+			w.must(err)
+			w.Logf("%s port %d: class %d", n.NodeName, port, class)
+		}
+	}
 }
