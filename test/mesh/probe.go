@@ -32,22 +32,42 @@ func (p Probe) String() string { return fmt.Sprintf("%s %s -> %v", p.Proto, p.Fr
 // Result is what came of it.
 type Result struct {
 	Outcome string
-	Server  string        // who answered
-	Peer    netip.Addr    // whom it saw
-	At      time.Duration // since the round began
-	Err     error         // why it was refused, or could not be sent
+	Server  string     // who answered
+	Peer    netip.Addr // whom it saw
+	Err     error      // why it was refused, or could not be sent
 }
 
 // settle is how long, in ms, a round that is complete listens on for answers
 // that must not come; pace is how often drops are counted meanwhile.
 const settle, pace = 10, 2
 
+// unsure is the age at which a round with a SYN in it proves nothing any more:
+// the kernel sends it again after a second, and it is counted twice. Only a
+// starved machine gets there.
+const unsure = 900 * time.Millisecond
+
+// errUnsure is a round that has to be run again.
+var errUnsure = errors.New("too slow to tell dropped packets from those sent again")
+
 // Run tries all probes at a time. dropped returns a counter of packets
-// dropped; the round is over when answers and drops account for all probes,
-// or ctx ends. With dropped nil only ctx ends the wait for a silent one.
+// dropped, by whatever reason concerns pods; the round is over when answers
+// and drops account for all probes. With dropped nil the round is over when
+// ctx is, or everything is answered.
 func Run(ctx context.Context, probes []Probe, dropped func() (uint64, error)) ([]Result, error) {
+	for {
+		results, err := once(ctx, probes, dropped)
+		if !errors.Is(err, errUnsure) || ctx.Err() != nil {
+			return results, err
+		}
+	}
+}
+
+func once(ctx context.Context, probes []Probe, dropped func() (uint64, error)) ([]Result, error) {
 	r := round{probes: probes, results: make([]Result, len(probes)), fds: make([]int, len(probes))}
 	defer r.close()
+	if err := r.open(); err != nil {
+		return nil, err
+	}
 	var before uint64
 	var err error
 	if dropped != nil {
@@ -55,10 +75,7 @@ func Run(ctx context.Context, probes []Probe, dropped func() (uint64, error)) ([
 			return nil, err
 		}
 	}
-	if err := r.open(); err != nil {
-		return nil, err
-	}
-	r.start = time.Now()
+	start := time.Now()
 	for i := range probes {
 		r.send(i)
 	}
@@ -74,10 +91,27 @@ func Run(ctx context.Context, probes []Probe, dropped func() (uint64, error)) ([
 			return nil, err
 		}
 		if now-before >= uint64(r.waiting) {
-			return r.results, r.poll(settle)
+			if err := r.listen(); err != nil {
+				return nil, err
+			}
+			if time.Since(start) > unsure {
+				return r.results, errUnsure
+			}
+			return r.results, nil
 		}
 	}
 	return r.results, nil
+}
+
+// listen takes in what arrives until nothing has for a moment.
+func (r *round) listen() error {
+	for left := -1; r.waiting > 0 && left != r.waiting; {
+		left = r.waiting
+		if err := r.poll(settle); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 type round struct {
@@ -85,7 +119,6 @@ type round struct {
 	results []Result
 	fds     []int // -1 once over
 	waiting int
-	start   time.Time
 }
 
 // open makes the sockets, one visit to each namespace.
@@ -148,7 +181,7 @@ func (r *round) send(i int) {
 // over ends one probe. A TCP connection is reset, so that nothing of it is
 // sent again later.
 func (r *round) over(i int, outcome string, err error) {
-	r.results[i].Outcome, r.results[i].Err, r.results[i].At = outcome, err, time.Since(r.start)
+	r.results[i].Outcome, r.results[i].Err = outcome, err
 	r.waiting--
 	r.shut(i)
 }

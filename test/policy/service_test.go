@@ -25,7 +25,7 @@ func (w *world) putService(key string) []netip.Addr {
 	w.next++
 	vips := []netip.Addr{
 		netip.MustParseAddr(fmt.Sprintf("10.98.7.%d", w.next)),
-		netip.MustParseAddr(fmt.Sprintf("fd00:10:98::7:%x", w.next)),
+		netip.MustParseAddr(fmt.Sprintf("fd00:10:98::7%02x", w.next)),
 	}
 	p := w.pods[key]
 	meta := metav1.ObjectMeta{Namespace: p.Namespace, Name: "svc-" + p.Name}

@@ -244,7 +244,8 @@ func (w *world) settled() {
 	w.must(w.c.Manifests.Delete(mark))
 }
 
-// dropped counts what policy dropped, on both nodes.
+// dropped counts what was dropped of pods' packets, on both nodes; the
+// kernel's own multicast, which no device carries, is not of them.
 func (w *world) dropped() (uint64, error) {
 	var sum uint64
 	for _, set := range w.sets {
@@ -253,26 +254,12 @@ func (w *world) dropped() (uint64, error) {
 			return 0, err
 		}
 		for _, s := range list {
-			switch pwmaps.ReasonName(s.Reason) {
-			case "drop_policy_egress", "drop_policy_ingress":
+			if name := pwmaps.ReasonName(s.Reason); strings.HasPrefix(name, "drop_") && name != "drop_multicast" {
 				sum += s.Packets
 			}
 		}
 	}
 	return sum, nil
-}
-
-func (w *world) count(node, reason string) uint64 {
-	w.Helper()
-	list, err := w.sets[node].Metrics.Read()
-	w.must(err)
-	var sum uint64
-	for _, s := range list {
-		if pwmaps.ReasonName(s.Reason) == reason {
-			sum += s.Packets
-		}
-	}
-	return sum
 }
 
 func (w *world) rules() rules {
