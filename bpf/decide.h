@@ -48,8 +48,8 @@ static __always_inline int pw_check_source(struct pw_pkt *p, const struct pw_tar
 }
 
 /* Asks the kernel's routing table where addr is, from a device's view. */
-__noinline int pw_route(struct __sk_buff *skb, const struct pw_addr *src,
-			       const struct pw_addr *dst, struct pw_flow *f)
+__noinline int pw_route(struct __sk_buff *skb, const struct pw_addr *src, const struct pw_addr *dst,
+			struct pw_flow *f)
 {
 	struct bpf_fib_lookup fib = {};
 	int err, i;
