@@ -47,7 +47,11 @@ static __always_inline int pw_write_l3(struct __sk_buff *skb, struct pw_pkt *p,
 			__builtin_memcpy(&ip->saddr, f->src.b, 16);
 			__builtin_memcpy(&ip->daddr, f->dst.b, 16);
 		}
-		ip->hop_limit -= dec;
+		/* Nothing in the header makes up for it in a CHECKSUM_COMPLETE. */
+		if (dec) {
+			ip->hop_limit -= 1;
+			bpf_csum_update(skb, (__u16)~bpf_htons(0x0001));
+		}
 	} else {
 		struct iphdr *ip = data + ETH_HLEN;
 		__u64 sum;
