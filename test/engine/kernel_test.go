@@ -100,12 +100,9 @@ func (k *kernelNode) objects() []cluster.Object {
 	}
 }
 
-func (k *kernelNode) addr(f family) netip.Addr {
-	if f.name == "ipv4" {
-		return k.v4
-	}
-	return k.v6
-}
+// IPv4 and IPv6 are its pod's addresses.
+func (k *kernelNode) IPv4() netip.Addr { return k.v4 }
+func (k *kernelNode) IPv6() netip.Addr { return k.v6 }
 
 // offloads are the settings of every device a packet crosses.
 type offloads struct{ tx, gso, gro string }
@@ -132,8 +129,7 @@ func (o offloads) set(ctx context.Context, t *testing.T, w *world) {
 	feature(w.a.Netns, "podweir.vxlan", "tx", o.tx, "gso", o.gso, "gro", o.gro)
 }
 
-// tuples follows both ends of a test through a capture: the packets of the
-// pods' own addresses with a wrong checksum.
+// badPackets reports captured packets with a wrong checksum.
 func badPackets(t *testing.T, what string, c *cluster.Capture) {
 	t.Helper()
 	packets := c.Packets()
@@ -154,6 +150,7 @@ func badPackets(t *testing.T, what string, c *cluster.Capture) {
 func TestKernelNodeOverIPv4(t *testing.T) {
 	w := shared(t)
 	ctx := within(t, 3*time.Minute)
+	w.service(t, ctx, "kernel", kernelVIP4, kernelVIP6, w.kernel)
 	for _, o := range []offloads{
 		{"on", "on", "off"}, {"on", "on", "on"}, {"on", "off", "off"}, {"on", "off", "on"},
 		{"off", "off", "off"}, {"off", "off", "on"}, {"off", "on", "on"},
@@ -169,11 +166,14 @@ func TestKernelNodeOverIPv4(t *testing.T) {
 	checksumErrors(t, w.client.Netns, w.kernel.pod, w.kernel.host, w.a.Netns)
 }
 
+// The service whose backend is the kernel node's pod.
+const kernelVIP4, kernelVIP6 = "10.98.0.77", "fd00:10:98::4d"
+
 // kernelTraffic is traffic between the client and the kernel node's pod.
 // fast: the underlay is one that the fast path serves.
 func kernelTraffic(ctx context.Context, t *testing.T, w *world, f family, fast bool) {
 	const size = 2 << 20
-	here, there := f.of(w.client), w.kernel.addr(f)
+	here, there, vip := f.of(w.client), f.of(w.kernel), f.pick(kernelVIP4, kernelVIP6)
 	onClient, err := w.client.Capture(ctx, "eth0")
 	ok(t, err)
 	onKernel, err := w.kernel.pod.Capture(ctx, "eth0")
@@ -211,6 +211,9 @@ func kernelTraffic(ctx context.Context, t *testing.T, w *world, f family, fast b
 	measure("TCP to the kernel node", 1, 0, func() {
 		transfer(ctx, t, w.client.Netns, l, port(there, serverPort), size, nil)
 	})
+	measure("TCP to a service on the kernel node", 1, 0, func() {
+		transfer(ctx, t, w.client.Netns, l, port(vip, 80), size, nil)
+	})
 	l.Close()
 	l = listen(t, w.client.Netns, port(here, serverPort), nil)
 	measure("TCP from the kernel node", 0, 1, func() {
@@ -222,6 +225,9 @@ func kernelTraffic(ctx context.Context, t *testing.T, w *world, f family, fast b
 	most := 1372 // what fits a packet of either family
 	measure("UDP to the kernel node", 1, 0, func() {
 		datagrams(t, udp(t, w.client.Netns, "", port(there, serverPort), nil), 50, most)
+	})
+	measure("UDP to a service on the kernel node", 1, 0, func() {
+		datagrams(t, udp(t, w.client.Netns, "", port(vip, 80), nil), 50, most)
 	})
 	measure("UDP from the kernel node", 0, 1, func() {
 		datagrams(t, udp(t, w.kernel.pod, "", port(here, serverPort), nil), 50, most)
@@ -237,6 +243,7 @@ func TestKernelNodeOverIPv6(t *testing.T) {
 	w := own(t, cluster.Config{Nodes: nodes})
 	ctx := within(t, 2*time.Minute)
 	ok(t, w.bringUp(ctx, kernelNet6))
+	w.service(t, ctx, "kernel", kernelVIP4, kernelVIP6, w.kernel)
 	out, err := w.client.Exec(ctx, "ip", "link", "show", "eth0")
 	ok(t, err)
 	if !strings.Contains(out, "mtu 1430 ") {

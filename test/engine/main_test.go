@@ -211,9 +211,17 @@ func (c counts) want(t testing.TB, what string, want counts) {
 // family is one of the two address families of a test.
 type family struct {
 	name string
-	of   func(*cluster.Pod) netip.Addr
+	of   func(backend) netip.Addr
 }
 
-var families = []family{{"ipv4", (*cluster.Pod).IPv4}, {"ipv6", (*cluster.Pod).IPv6}}
+var families = []family{{"ipv4", backend.IPv4}, {"ipv6", backend.IPv6}}
+
+// pick is one of two addresses, the family's.
+func (f family) pick(v4, v6 string) netip.Addr {
+	if f.name == "ipv4" {
+		return netip.MustParseAddr(v4)
+	}
+	return netip.MustParseAddr(v6)
+}
 
 func port(a netip.Addr, p uint16) string { return netip.AddrPortFrom(a, p).String() }

@@ -65,9 +65,15 @@ func nodeObject(name string, addrs []netip.Addr, cidrs []netip.Prefix) *corev1.N
 	return n
 }
 
+// backend is a pod of ours or of a kernel node.
+type backend interface {
+	IPv4() netip.Addr
+	IPv6() netip.Addr
+}
+
 // service is a dual-stack service of port 80, TCP and UDP, and its slices:
 // port 8080 of these pods.
-func service(name, v4, v6 string, pods ...*cluster.Pod) []cluster.Object {
+func service(name, v4, v6 string, pods ...backend) []cluster.Object {
 	policy := corev1.IPFamilyPolicyPreferDualStack
 	s := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name},
@@ -107,7 +113,7 @@ func service(name, v4, v6 string, pods ...*cluster.Pod) []cluster.Object {
 
 // service puts a service of these pods for the duration of the test and waits
 // until every node has it.
-func (w *world) service(t testing.TB, ctx context.Context, name, v4, v6 string, pods ...*cluster.Pod) {
+func (w *world) service(t testing.TB, ctx context.Context, name, v4, v6 string, pods ...backend) {
 	t.Helper()
 	objs := service(name, v4, v6, pods...)
 	ok(t, w.Manifests.Put(objs...))
