@@ -14,6 +14,8 @@ needs=(
 	"ip iproute2"
 	"tcpdump tcpdump"
 	"ethtool ethtool"
+	"iptables iptables"
+	"ipset ipset"
 )
 
 PATH=$PATH:/usr/sbin:/sbin
