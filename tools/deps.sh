@@ -16,6 +16,9 @@ needs=(
 	"ethtool ethtool"
 	"iptables iptables"
 	"ipset ipset"
+	"qemu-system-x86_64 qemu-system-x86"
+	"dpkg-deb dpkg"
+	"xz xz-utils"
 )
 
 PATH=$PATH:/usr/sbin:/sbin
