@@ -78,7 +78,7 @@ func TestS1HostToClusterIP(t *testing.T) {
 			for _, proto := range protos() {
 				t.Run(n.NodeName+" "+proto, func(t *testing.T) {
 					ctx := within(t, 60*time.Second)
-					s := send(t, ctx, n.Netns, proto, vip(pick(v6, web4, web6), 80), "-count", enough, "-parallel", "4")
+					s := send(t, ctx, n.Netns, proto, vip(pick(v6, web4, web6), 80), "-count", enough, "-parallel", "32")
 					if own := nodeAddr(n, v6).String(); s.Peers[own] != s.OK {
 						t.Errorf("backends saw %v, want %s alone", s.Peers, own)
 					}
