@@ -244,23 +244,8 @@ func (w *world) settled() {
 	w.must(w.c.Manifests.Delete(mark))
 }
 
-// dropped counts what was dropped of pods' packets, on both nodes; the
-// kernel's own multicast, which no device carries, is not of them.
-func (w *world) dropped() (uint64, error) {
-	var sum uint64
-	for _, set := range w.sets {
-		list, err := set.Metrics.Read()
-		if err != nil {
-			return 0, err
-		}
-		for _, s := range list {
-			if name := pwmaps.ReasonName(s.Reason); strings.HasPrefix(name, "drop_") && name != "drop_multicast" {
-				sum += s.Packets
-			}
-		}
-	}
-	return sum, nil
-}
+// dropped counts on both nodes.
+func (w *world) dropped() (uint64, error) { return mesh.Dropped(w.sets)() }
 
 func (w *world) rules() rules {
 	return rules{slices.Collect(maps.Values(w.policies)), w.namespaces}
