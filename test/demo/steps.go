@@ -276,7 +276,7 @@ func (d *demo) noService(ctx context.Context) error {
 		{"10.98.235.247:81", probe.Refused, "a port the service does not have"},
 		{"[fd00:10:98::ebf7]:81", probe.Refused, "a port the service does not have"},
 		{"10.98.1.1:80", probe.Timeout, "an address no service owns"},
-		{"[fd00:10:98::1:1]:80", probe.Timeout, "an address no service owns"},
+		{"[fd00:10:98::101]:80", probe.Timeout, "an address no service owns"},
 	} {
 		s, err := d.pod("client").Send(ctx, v.target, "-timeout", "300ms")
 		if err != nil {
