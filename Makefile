@@ -16,7 +16,7 @@ PACKAGES ?= ./...
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: deps
 deps: ## installs what is missing (apt, as root)
@@ -59,11 +59,16 @@ lint-clang-format: | deps
 
 .PHONY: test
 test: root deps build ## runs every check and test (as root); PACKAGES=./internal/... for some
-	@go run ./tools/testsum \
+	@go build -o bin/testsum ./tools/testsum
+	@bin/testsum \
 		-check 'gofmt=$(MAKE) -s lint-gofmt' \
 		-check 'go vet=$(MAKE) -s lint-vet' \
 		-check 'clang-format=$(MAKE) -s lint-clang-format' -- \
 		-count=1 -timeout 10m $(PACKAGES)
+
+.PHONY: test-kernels
+test-kernels: root deps generate ## runs the datapath on Linux 6.1 and 6.12 in emulated machines, and here
+	@go test -count=1 -v ./test/kernels
 
 .PHONY: demo
 demo: root deps build ## shows two nodes at work, checks what it shows, cleans up (as root)

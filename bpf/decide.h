@@ -37,7 +37,8 @@ static __always_inline int pw_check_source(struct pw_pkt *p, const struct pw_tar
 			return src->node || src->flags ? PW_DROP_SPOOFED_SOURCE : 0;
 		return src->node == p->from.id ? 0 : PW_DROP_SPOOFED_SOURCE;
 	}
-	if (!(src->flags & PW_PEER_POD))
+	/* Other nodes, and their pods, come through the tunnel or directly. */
+	if (!(src->flags & (PW_PEER_POD | PW_PEER_NODE)))
 		return 0;
 	if (!pw_node_direct(src->node))
 		return PW_DROP_SPOOFED_SOURCE;
@@ -47,8 +48,8 @@ static __always_inline int pw_check_source(struct pw_pkt *p, const struct pw_tar
 }
 
 /* Asks the kernel's routing table where addr is, from a device's view. */
-__noinline int pw_route(struct __sk_buff *skb, const struct pw_addr *src,
-			       const struct pw_addr *dst, struct pw_flow *f)
+__noinline int pw_route(struct __sk_buff *skb, const struct pw_addr *src, const struct pw_addr *dst,
+			struct pw_flow *f)
 {
 	struct bpf_fib_lookup fib = {};
 	int err, i;
@@ -262,12 +263,12 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	err = pw_mirror(skb, p, s);
 	if (err)
 		return err;
-	err = pw_flow_create(skb, &p->key, s);
+	err = pw_flow_create(skb, &p->key);
 	if (err >= PW_DROP_MALFORMED)
 		return err;
 	pw_count(err, p->hook, p->v6, skb->len);
 	if (err == PW_FLOW_RACE_LOST) {
-		other = pw_flow_find(&p->key);
+		other = pw_flow_find(pw_key_arg(s, &p->key));
 		if (!other)
 			return PW_DROP_FLOW_INSERT;
 		s->fwd = *other;

@@ -138,8 +138,8 @@ enum pw_act_mode {
 };
 
 /* The stack takes the TTL of what it forwards itself. */
-static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p,
-				  const struct pw_flow *f, enum pw_act_mode mode)
+static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f,
+				  enum pw_act_mode mode)
 {
 	int rewrite = mode != PW_ACT_ERROR;
 	int dec = pw_is_ingress(p) && f->to.kind != PW_PLACE_HOST;
@@ -154,8 +154,7 @@ static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p,
 	}
 	switch (f->to.kind) {
 	case PW_PLACE_POD:
-		return pw_to_pod(skb, p, f,
-				 mode == PW_ACT_DECAP ? PW_FWD_DECAP : PW_FWD_LOCAL);
+		return pw_to_pod(skb, p, f, mode == PW_ACT_DECAP ? PW_FWD_DECAP : PW_FWD_LOCAL);
 	case PW_PLACE_NODE:
 		return pw_to_node(skb, p, f, mode == PW_ACT_KNOWN);
 	case PW_PLACE_WIRE:

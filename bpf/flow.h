@@ -17,7 +17,17 @@
 /* How many source ports are tried before a collision is given up. */
 #define PW_PORT_PROBES 32
 
-/* Working space; programs of one CPU do not interleave. */
+/*
+ * Whose working space: hooks of one CPU do not interleave, but before 6.11
+ * one may interrupt a sweep, which is run from a process.
+ */
+enum pw_scratch_of {
+	PW_SCRATCH_PACKET = 0,
+	PW_SCRATCH_SWEEP = 1,
+	PW_SCRATCHES = 2,
+};
+
+/* Working space. */
 struct pw_scratch {
 	struct pw_flow fwd;
 	struct pw_flow rev;
@@ -26,22 +36,38 @@ struct pw_scratch {
 	struct pw_flow_key rev_key;
 	struct pw_flow_key embedded;
 	struct pw_flow_key twin; /* of the entry being looked at */
+	struct pw_flow_key arg;  /* see pw_key_arg */
 	struct pw_target src;
 	struct pw_target dst;
 };
 
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-	__uint(max_entries, 1);
+	__uint(max_entries, PW_SCRATCHES);
 	__type(key, __u32);
 	__type(value, struct pw_scratch);
 } pw_scratch SEC(".maps");
 
+static __always_inline struct pw_scratch *pw_get_scratch_of(__u32 who)
+{
+	return bpf_map_lookup_elem(&pw_scratch, &who);
+}
+
 static __always_inline struct pw_scratch *pw_get_scratch(void)
 {
-	__u32 zero = 0;
+	return pw_get_scratch_of(PW_SCRATCH_PACKET);
+}
 
-	return bpf_map_lookup_elem(&pw_scratch, &zero);
+/*
+ * A key that a global function was given, as an argument for map helpers:
+ * 6.1 takes it from the stack, a packet or a map, but not from memory that
+ * its verifier knows by size alone. Good until the next global call.
+ */
+static __always_inline const struct pw_flow_key *pw_key_arg(struct pw_scratch *s,
+							    const struct pw_flow_key *k)
+{
+	s->arg = *k;
+	return &s->arg;
 }
 
 static __always_inline __u64 pw_now(void)
@@ -133,9 +159,9 @@ static __always_inline int pw_flow_load(const struct pw_flow_key *k, struct pw_f
 }
 
 /* Idle for too long in both directions. */
-__noinline int pw_flow_expired(const struct pw_flow_key *k, const struct pw_flow *f)
+__noinline int pw_flow_expired(const struct pw_flow_key *k, const struct pw_flow *f, __u32 who)
 {
-	struct pw_scratch *s = pw_get_scratch();
+	struct pw_scratch *s = pw_get_scratch_of(who);
 	struct pw_flow *twin;
 	__u64 now = pw_now(), timeout;
 
@@ -147,6 +173,26 @@ __noinline int pw_flow_expired(const struct pw_flow_key *k, const struct pw_flow
 	pw_twin_key(k, f, &s->twin);
 	twin = pw_flow_find(&s->twin);
 	return !twin || twin->last_seen + timeout <= now;
+}
+
+/* Is the other direction's entry still there, in either table? */
+__noinline int pw_flow_has_twin(const struct pw_flow_key *k, const struct pw_flow *f)
+{
+	struct pw_scratch *s = pw_get_scratch();
+
+	if (!k || !f || !s)
+		return 0;
+	pw_twin_key(k, f, &s->twin);
+	return pw_flow_find(&s->twin) != NULL;
+}
+
+/*
+ * A flood may have pushed the reply entry of an unconfirmed flow out. What
+ * is left of it would send packets whose answers nobody knows.
+ */
+static __always_inline int pw_flow_whole(const struct pw_flow_key *k, const struct pw_flow *f)
+{
+	return f->flags & (PW_F_CONFIRMED | PW_F_REPLY) || pw_flow_has_twin(k, f);
 }
 
 static __always_inline void pw_flow_delete(const struct pw_flow_key *k)
@@ -162,9 +208,9 @@ static __always_inline void pw_flow_delete(const struct pw_flow_key *k)
  * the tuple up again. The reply entry goes first, so that a flow whose
  * original is gone is gone altogether.
  */
-__noinline int pw_flow_claim(const struct pw_flow_key *k, struct pw_flow *f)
+__noinline int pw_flow_claim(const struct pw_flow_key *k, struct pw_flow *f, __u32 who)
 {
-	struct pw_scratch *s = pw_get_scratch();
+	struct pw_scratch *s = pw_get_scratch_of(who);
 	struct pw_flow *twin, *orig;
 	__u64 created;
 	__u32 hash;
@@ -191,10 +237,10 @@ __noinline int pw_flow_claim(const struct pw_flow_key *k, struct pw_flow *f)
 		if (twin)
 			twin->key_hash = 0;
 		pw_flow_delete(&s->twin);
-		pw_flow_delete(k);
+		pw_flow_delete(pw_key_arg(s, k));
 	} else {
 		f->key_hash = 0;
-		pw_flow_delete(k);
+		pw_flow_delete(pw_key_arg(s, k));
 		pw_flow_delete(&s->twin);
 	}
 	return 1;
@@ -235,7 +281,7 @@ __noinline int pw_flow_confirm(const struct pw_flow_key *k, struct pw_flow *f)
 	if (s->copy.key_hash != pw_key_hash(k))
 		return -1;
 	s->copy.flags |= PW_F_CONFIRMED;
-	if (pw_flow_promote(k, &s->copy)) {
+	if (pw_flow_promote(pw_key_arg(s, k), &s->copy)) {
 		bpf_map_delete_elem(&pw_flows, &twin_key);
 		return -1;
 	}
@@ -350,33 +396,40 @@ enum pw_insert {
  */
 __noinline int pw_flow_insert(const struct pw_flow_key *k, const struct pw_flow *val)
 {
+	struct pw_scratch *s = pw_get_scratch();
+	const struct pw_flow_key *key;
 	struct pw_flow *old;
 
-	if (!k || !val)
+	if (!k || !val || !s)
 		return PW_NO_ROOM;
-	old = pw_flow_find(k);
+	old = pw_flow_find(pw_key_arg(s, k));
 	if (old) {
-		if (!pw_flow_expired(k, old) || !pw_flow_claim(k, old))
+		if (!pw_flow_expired(k, old, PW_SCRATCH_PACKET) ||
+		    !pw_flow_claim(k, old, PW_SCRATCH_PACKET))
 			return PW_EXISTS;
 	}
-	if (bpf_map_update_elem(&pw_flows_new, k, val, BPF_NOEXIST))
-		return bpf_map_lookup_elem(&pw_flows_new, k) ? PW_EXISTS : PW_NO_ROOM;
-	if (bpf_map_lookup_elem(&pw_flows, k)) {
-		bpf_map_delete_elem(&pw_flows_new, k);
+	key = pw_key_arg(s, k);
+	s->copy = *val; /* an argument too, see pw_key_arg */
+	if (bpf_map_update_elem(&pw_flows_new, key, &s->copy, BPF_NOEXIST))
+		return bpf_map_lookup_elem(&pw_flows_new, key) ? PW_EXISTS : PW_NO_ROOM;
+	if (bpf_map_lookup_elem(&pw_flows, key)) {
+		bpf_map_delete_elem(&pw_flows_new, key);
 		return PW_EXISTS;
 	}
 	return PW_INSERTED;
 }
 
 /* A port of the host's that one of its sockets uses is not ours to give. */
-static __always_inline int pw_port_in_use(struct __sk_buff *skb, const struct pw_scratch *s,
-					  __u8 proto, __u16 port)
+__noinline int pw_port_in_use(struct __sk_buff *skb, __u8 proto, __u16 port)
 {
+	struct pw_scratch *s = pw_get_scratch();
 	struct bpf_sock_tuple t = {};
 	struct bpf_sock *sk;
 	__u32 len;
 	int i;
 
+	if (!s)
+		return 1;
 	if (pw_addr_is_v4(&s->fwd.src)) {
 		t.ipv4.saddr = pw_addr_word(&s->fwd.dst, 3);
 		t.ipv4.daddr = pw_addr_word(&s->fwd.src, 3);
@@ -407,9 +460,9 @@ static __always_inline int pw_port_in_use(struct __sk_buff *skb, const struct pw
  * reply tuple is free and reserve it by the insert itself. Ports come from
  * outside the NodePort and the usual local range; bounded probing.
  */
-__noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_key *key,
-					 struct pw_scratch *s)
+__noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_key *key)
 {
+	struct pw_scratch *s = pw_get_scratch();
 	__u32 range = cfg_port_max - cfg_port_min + 1, start = bpf_get_prandom_u32();
 	__u16 port;
 	int i, err;
@@ -419,8 +472,7 @@ __noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_ke
 	for (i = 0; i < PW_PORT_PROBES; i++) {
 		/* An odd step visits distinct ports of the range. */
 		port = cfg_port_min + (start + i * 7919) % range;
-		if (s->fwd.from.kind == PW_PLACE_HOST &&
-		    pw_port_in_use(skb, s, key->proto, port))
+		if (s->fwd.from.kind == PW_PLACE_HOST && pw_port_in_use(skb, key->proto, port))
 			continue;
 		s->rev_key.dport = port;
 		s->rev.key_hash = pw_key_hash(&s->rev_key);
@@ -437,14 +489,14 @@ __noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_ke
 }
 
 /*
- * Writes both entries of a new flow: s->fwd under key, s->rev under
- * s->rev_key. The insert of the forward entry decides between two CPUs that
+ * Writes both entries of a new flow: the scratch's fwd under key, rev under
+ * rev_key. The insert of the forward entry decides between two CPUs that
  * create the same flow; the loser takes its reply entry back. Returns the
  * reason to count: created, race lost (use the winner's entry), or a drop.
  */
-__noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *key,
-				     struct pw_scratch *s)
+__noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *key)
 {
+	struct pw_scratch *s = pw_get_scratch();
 	struct pw_flow *other;
 	int ours, err, result = PW_FLOW_CREATED;
 
@@ -461,7 +513,7 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 		/* Not a collision if another CPU creates this very flow. */
 		if (!other || !pw_same_origin(other, &s->rev)) {
 			s->rev.flags |= PW_F_XLATE;
-			err = pw_flow_other_port(skb, key, s);
+			err = pw_flow_other_port(skb, key);
 			if (err)
 				return err;
 			ours = 1;
@@ -473,7 +525,7 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 		return result;
 	/* Lost: take back the reply entry, unless it is the winner's too. */
 	if (ours) {
-		other = pw_flow_find(key);
+		other = pw_flow_find(pw_key_arg(s, key));
 		if (!other || !pw_addr_eq(&other->dst, &s->fwd.dst) ||
 		    other->dport != s->fwd.dport || other->sport != s->fwd.sport)
 			bpf_map_delete_elem(&pw_flows_new, &s->rev_key);

@@ -11,16 +11,6 @@
 #include "flow.h"
 #include "icmp.h"
 
-static __always_inline int pw_gen_fresh(const struct pw_gen_ref *ref)
-{
-	return pw_gen(ref->slot) == ref->gen;
-}
-
-static __always_inline int pw_fresh(const struct pw_flow *f)
-{
-	return pw_gen_fresh(&f->src_gen) && pw_gen_fresh(&f->dst_gen);
-}
-
 static __always_inline int pw_is_syn(const struct pw_pkt *p)
 {
 	return p->key.proto == IPPROTO_TCP &&
@@ -30,8 +20,8 @@ static __always_inline int pw_is_syn(const struct pw_pkt *p)
 /* All that lets an entry speak for a packet without a second thought. */
 static __always_inline int pw_current(const struct pw_pkt *p, const struct pw_flow *f)
 {
-	return f->verdict == PW_VERDICT_ALLOW && pw_same_place(&f->from, &p->from) &&
-	       pw_fresh(f) && !(pw_is_syn(p) && pw_tcp_closed(f->tcp)) &&
+	return f->verdict == PW_VERDICT_ALLOW && pw_same_place(&f->from, &p->from) && pw_fresh(f) &&
+	       pw_flow_whole(&p->key, f) && !(pw_is_syn(p) && pw_tcp_closed(f->tcp)) &&
 	       f->last_seen + pw_flow_timeout(p->key.proto, f) > pw_now();
 }
 
@@ -46,8 +36,8 @@ enum pw_review {
 };
 
 /*
- * An entry that is there but not current: of another place, outlived, denied
- * or decided from what has changed since.
+ * An entry that is there but not current: of another place, outlived, half
+ * of a flow, denied or decided from what has changed since.
  */
 __noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow *f)
 {
@@ -68,7 +58,8 @@ __noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow
 		p->from = from;
 		if (err)
 			return err == PW_DROP_SPOOFED_SOURCE ? PW_DROP_SPOOFED_FLOW : err;
-	} else if (!(pw_is_syn(p) && pw_tcp_closed(f->tcp)) && !pw_flow_expired(&p->key, f)) {
+	} else if (!(pw_is_syn(p) && pw_tcp_closed(f->tcp)) &&
+		   !pw_flow_expired(&p->key, f, PW_SCRATCH_PACKET) && pw_flow_whole(&p->key, f)) {
 		err = 0;
 		if (!pw_fresh(f)) {
 			pw_count(PW_FLOW_STALE, p->hook, p->v6, skb->len);
@@ -84,7 +75,7 @@ __noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow
 			return PW_REVIEW_OK;
 		}
 	}
-	if (!pw_flow_claim(&p->key, f))
+	if (!pw_flow_claim(&p->key, f, PW_SCRATCH_PACKET))
 		return PW_REVIEW_AGAIN;
 	pw_count(PW_FLOW_TAKEN_OVER, p->hook, p->v6, skb->len);
 	return PW_REVIEW_FREE;
@@ -96,13 +87,14 @@ __noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow
  */
 __noinline int pw_slow(struct __sk_buff *skb, struct pw_pkt *p)
 {
+	struct pw_scratch *s = pw_get_scratch();
 	struct pw_flow *f;
 	int i, err;
 
-	if (!p)
+	if (!p || !s)
 		return PW_DROP_HELPER;
 	for (i = 0; i < PW_TRIES; i++) {
-		f = pw_flow_find(&p->key);
+		f = pw_flow_find(pw_key_arg(s, &p->key));
 		if (!f)
 			break;
 		err = pw_review(skb, p, f);

@@ -19,6 +19,7 @@ int from_netdev(struct __sk_buff *skb)
 {
 	struct pw_pkt p = { .hook = PW_FROM_NETDEV };
 	int err, act;
+	__u8 v6;
 
 	/* A bridge floods frames for others past us. */
 	if (skb->pkt_type != PW_PACKET_HOST)
@@ -29,7 +30,9 @@ int from_netdev(struct __sk_buff *skb)
 	if (!err && p.kind == PW_KIND_LINK)
 		return pw_pass(skb, &p);
 	if (!err && pw_is_vxlan(&p)) {
+		v6 = p.v6;
 		act = pw_decap(skb, &p);
+		p.v6 = v6; /* the outer packet is the one that goes on */
 		return act == PW_NEXT ? pw_pass(skb, &p) : act;
 	}
 	/* Every map would take it for IPv4, and so may whatever comes after. */

@@ -98,8 +98,7 @@ static __always_inline int pw_write_l4(struct __sk_buff *skb, struct pw_pkt *p,
 	 * CHECKSUM_COMPLETE; older kernels refuse it, and there the sum of
 	 * an IPv6 packet does not change: addresses and checksum cancel.
 	 */
-	if (diff != 0xffff &&
-	    bpf_l4_csum_replace(skb, off, 0, diff, flags | BPF_F_PSEUDO_HDR))
+	if (diff != 0xffff && bpf_l4_csum_replace(skb, off, 0, diff, flags | BPF_F_PSEUDO_HDR))
 		return PW_DROP_HELPER;
 	if (sport == f->sport && dport == f->dport)
 		return 0;

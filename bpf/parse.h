@@ -143,8 +143,8 @@ static __always_inline int pw_addr_is_bad_source(const struct pw_addr *a)
 		return a->b[12] == 0 || a->b[12] == 127 || a->b[12] >= 224;
 	if (a->b[0] == 0xff)
 		return 1;
-	return pw_addr_word(a, 0) == 0 && pw_addr_word(a, 1) == 0 &&
-	       pw_addr_word(a, 2) == 0 && bpf_ntohl(pw_addr_word(a, 3)) <= 1;
+	return pw_addr_word(a, 0) == 0 && pw_addr_word(a, 1) == 0 && pw_addr_word(a, 2) == 0 &&
+	       bpf_ntohl(pw_addr_word(a, 3)) <= 1;
 }
 
 /* Makes the headers linear, so that they can be read and written in place. */
@@ -177,8 +177,8 @@ static __always_inline int pw_parse_ports(struct __sk_buff *skb, struct pw_pkt *
 		if ((void *)(udp + 1) > end || l4_len < sizeof(*udp))
 			return PW_DROP_MALFORMED;
 		/* Under GSO 0 stands for more than 64 KiB. */
-		if (!skb->gso_size && (bpf_ntohs(udp->len) < sizeof(*udp) ||
-				       bpf_ntohs(udp->len) > l4_len))
+		if (!skb->gso_size &&
+		    (bpf_ntohs(udp->len) < sizeof(*udp) || bpf_ntohs(udp->len) > l4_len))
 			return PW_DROP_MALFORMED;
 		p->headers += sizeof(*udp);
 		p->key.sport = bpf_ntohs(udp->source);
@@ -224,7 +224,8 @@ static __always_inline int pw_parse_icmp(struct __sk_buff *skb, struct pw_pkt *p
 	else if (type < PW_ICMP6_INFO)
 		p->kind = PW_KIND_ICMP_ERROR;
 	else if (((type >= PW_ICMP6_LINK_FIRST && type <= PW_ICMP6_LINK_LAST) ||
-		  type == PW_ICMP6_MLD2) && pw_addr_is_link(&p->key.dst))
+		  type == PW_ICMP6_MLD2) &&
+		 pw_addr_is_link(&p->key.dst))
 		/*
 		 * MLD (RFC 2710, 3810) and neighbour discovery (RFC 4861), on
 		 * the link. To a routed address they are packets like any

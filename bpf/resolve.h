@@ -9,8 +9,9 @@
 #include "maps.h"
 #include "parse.h"
 
-/* The answer, copied out of the maps. */
+/* The answer, copied out of the maps. Lives in the scratch. */
 struct pw_target {
+	struct pw_addr addr; /* what was asked for; see pw_key_arg */
 	struct pw_gen_ref gen;
 	__u32 identity;
 	__u32 node;
@@ -27,6 +28,17 @@ static __always_inline __u32 pw_gen(__u32 slot)
 	__u32 *gen = bpf_map_lookup_elem(&pw_gens, &slot);
 
 	return gen ? *(volatile __u32 *)gen : 0;
+}
+
+/* Has nothing moved since? */
+static __always_inline int pw_gen_fresh(const struct pw_gen_ref *ref)
+{
+	return pw_gen(ref->slot) == ref->gen;
+}
+
+static __always_inline int pw_fresh(const struct pw_flow *f)
+{
+	return pw_gen_fresh(&f->src_gen) && pw_gen_fresh(&f->dst_gen);
 }
 
 /* Is this node's traffic routed as it is, without the tunnel? */
@@ -59,6 +71,8 @@ static __always_inline void pw_resolve(const struct pw_addr *addr, struct pw_tar
 	struct pw_peer *peer;
 
 	__builtin_memset(t, 0, sizeof(*t));
+	t->addr = *addr;
+	addr = &t->addr;
 	ep = bpf_map_lookup_elem(&pw_endpoints, addr);
 	if (ep) {
 		t->gen.slot = ep->slot;

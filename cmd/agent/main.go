@@ -18,6 +18,7 @@ import (
 
 	"github.com/podweir/podweir/internal/agent"
 	"github.com/podweir/podweir/internal/loader"
+	"github.com/podweir/podweir/internal/tunnel"
 )
 
 func main() {
@@ -32,6 +33,7 @@ func main() {
 type flags struct {
 	agent.Config
 	serviceCIDRs []string
+	mode         string
 	logLevel     string
 	logFormat    string
 }
@@ -66,6 +68,7 @@ When it stops, programs and maps stay in place and traffic goes on;
 	fs.StringVar(&f.Listen, "listen", agent.DefaultListen, "TCP address for /healthz, /readyz and /metrics; empty for none")
 	fs.StringSliceVar(&f.serviceCIDRs, "service-cidr", nil, "ranges of cluster IPs, besides those of ServiceCIDR objects")
 	fs.IntVar(&f.MTU, "mtu", 0, "MTU of pods (0: what the node's device leaves for the tunnel)")
+	fs.StringVar(&f.mode, "routing-mode", string(tunnel.ModeVXLAN), "between nodes: vxlan, cross-subnet (tunnel only to nodes behind a router) or direct (the network routes pod ranges)")
 	fs.Uint32Var(&f.Mark, "mark", agent.DefaultMark, "packet mark bit for our own use; one bit that nobody else has")
 	pfs := cmd.PersistentFlags()
 	pfs.StringVar(&f.BPFFS, "bpffs", loader.DefaultBPFFS, "folder on a BPF file system for programs and maps")
@@ -116,6 +119,9 @@ func (f *flags) complete() (err error) {
 			return fmt.Errorf("--service-cidr %s has bits set beyond its length; did you mean %s?", p, p.Masked())
 		}
 		f.ServiceCIDRs = append(f.ServiceCIDRs, p)
+	}
+	if f.Mode, err = tunnel.ParseMode(f.mode); err != nil {
+		return fmt.Errorf("--routing-mode: %w", err)
 	}
 	if f.MTU != 0 && (f.MTU < 1280 || f.MTU > 65485) {
 		return fmt.Errorf("--mtu %d: must be 0 or from 1280 (the least of IPv6) to 65485", f.MTU)

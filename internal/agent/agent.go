@@ -48,6 +48,7 @@ type Options struct {
 	ServiceCIDRs []netip.Prefix // besides those of ServiceCIDR objects
 	MTU          int            // of pods; 0 = from the node's device
 	VNI          uint32
+	Mode         tunnel.Mode // empty = vxlan
 	Log          *slog.Logger
 }
 
@@ -66,8 +67,10 @@ type Agent struct {
 	gens     *generations
 
 	queries chan func()
-	ready   atomic.Pointer[[]string] // what readiness waits for
-	mtu     atomic.Int64
+	// rounds gets a value after every round, unless one waits there already.
+	rounds chan struct{}
+	ready  atomic.Pointer[[]string] // what readiness waits for
+	mtu    atomic.Int64
 
 	// Of the loop alone.
 	dirty    dirty
@@ -120,10 +123,14 @@ type stats struct {
 
 // New makes the loop over what the maps hold. It writes nothing yet.
 func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipam.Allocator) (*Agent, error) {
+	if opt.Mode == "" {
+		opt.Mode = tunnel.ModeVXLAN
+	}
 	a := &Agent{
 		opt: opt, log: opt.Log, tables: tables, dp: dp, stack: stack, ipam: alloc,
 		eps:      newEndpoints(),
 		queries:  make(chan func()),
+		rounds:   make(chan struct{}, 1),
 		sliceOf:  make(map[string]types.NamespacedName),
 		retry:    make(map[types.NamespacedName]time.Time),
 		problems: make(map[string][]table.Problem),
@@ -241,6 +248,10 @@ func (a *Agent) Run(ctx context.Context) error {
 		a.stats.rounds++
 		a.stats.last = took
 		a.stats.total += took
+		select {
+		case a.rounds <- struct{}{}:
+		default:
+		}
 		earliest = time.Now().Add(min(took, maxThrottle))
 		if !next.IsZero() {
 			timer.Reset(max(time.Until(next), time.Millisecond))

@@ -129,10 +129,12 @@ func (a *Agent) syncStack(ctx context.Context) {
 	a.ipam.SetNodeAddrs(node.Addrs(devices))
 
 	overlay := node.Overlay{MAC: w.self.MAC}
+	deviceMTU := 0
 	if w.self.Addr.IsValid() {
 		d, ok := node.Holding(devices, w.self.Addr)
 		if ok {
 			overlay.MTU = tunnel.MTU(d.MTU, w.self.Addr)
+			deviceMTU = d.MTU
 			err = nil
 		} else {
 			err = fmt.Errorf("no device of this node has its address %s: is it assigned, or does the Node object belong to another machine?", w.self.Addr)
@@ -144,7 +146,10 @@ func (a *Agent) syncStack(ctx context.Context) {
 	}
 	if overlay.MTU != 0 {
 		w.mtu = overlay.MTU
-		a.mtu.Store(int64(overlay.MTU))
+		if !a.opt.Mode.Tunnels() && a.opt.MTU == 0 {
+			w.mtu = deviceMTU
+		}
+		a.mtu.Store(int64(w.mtu))
 	}
 	index, created, err := a.stack.EnsureOverlay(overlay)
 	if err == nil && (index != w.overlay || created) {
@@ -195,7 +200,7 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 		Policies:   collect(policies),
 	}, a.peers.state)
 	w.in = peerInput{
-		self: a.opt.NodeName, selfAddr: w.self.Addr, vni: a.opt.VNI, ways: w.ways,
+		self: a.opt.NodeName, selfAddr: w.self.Addr, vni: a.opt.VNI, mode: a.opt.Mode, ways: w.ways,
 		nodes: w.nodes, tunnel: t, policy: p, endpoints: w.local.byAddr,
 	}
 	err := a.peers.apply(w.in)
@@ -313,16 +318,7 @@ func (a *Agent) syncRoutes() {
 	}
 	want := make([]node.Route, 0, len(w.in.tunnel.Routes))
 	for _, r := range w.in.tunnel.Routes {
-		n := node.Route{Dst: r.Dst, Blackhole: r.Kind == tunnel.RouteBlackhole}
-		if !n.Blackhole {
-			for _, ip := range w.self.InternalIPs {
-				if ip.Is4() == r.Dst.Addr().Is4() {
-					n.Src = ip
-					break
-				}
-			}
-		}
-		want = append(want, n)
+		want = append(want, a.hostRoute(r))
 	}
 	_, err := a.stack.SyncRoutes(want, w.overlay)
 	a.problem("routes", "", err)

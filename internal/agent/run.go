@@ -23,6 +23,7 @@ import (
 	"github.com/podweir/podweir/internal/node"
 	"github.com/podweir/podweir/internal/source"
 	"github.com/podweir/podweir/internal/table"
+	"github.com/podweir/podweir/internal/tunnel"
 )
 
 // Defaults of [Config].
@@ -46,6 +47,7 @@ type Config struct {
 	Listen       string // empty = not on TCP
 	ServiceCIDRs []netip.Prefix
 	MTU          int
+	Mode         tunnel.Mode
 	Mark         uint32
 	Version      string
 	Log          *slog.Logger
@@ -99,7 +101,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	}
 	alloc := new(ipam.Allocator)
 	a, err := New(Options{
-		NodeName: cfg.NodeName, ServiceCIDRs: cfg.ServiceCIDRs, MTU: cfg.MTU, VNI: DefaultVNI, Log: log,
+		NodeName: cfg.NodeName, ServiceCIDRs: cfg.ServiceCIDRs, MTU: cfg.MTU, VNI: DefaultVNI, Mode: cfg.Mode, Log: log,
 	}, tables, dp, stack, alloc)
 	if err != nil {
 		return err

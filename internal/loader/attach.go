@@ -168,11 +168,22 @@ func (d *Datapath) detach(a *attachment) error {
 	var errs []error
 	if a.link == nil {
 		errs = append(errs, deleteFilter(a.key))
+	} else if err := detachLink(a.link); err != nil {
+		errs = append(errs, fmt.Errorf("detach %v: %w", a, err))
 	} else if err := os.Remove(a.key.pin(d.cfg.BPFFS)); err != nil && !errors.Is(err, os.ErrNotExist) {
 		errs = append(errs, fmt.Errorf("unpin %v: %w", a, err))
 	}
 	delete(d.attached, a.key)
 	return errors.Join(append(errs, a.close())...)
+}
+
+// detachLink takes a link's program off its hook at once. Removing the pin
+// alone leaves it there until the kernel gets round to freeing the link.
+func detachLink(l link.Link) error {
+	if err := l.Detach(); err != nil && !errors.Is(err, ebpf.ErrNotSupported) {
+		return err
+	}
+	return nil
 }
 
 // forget drops a dead attachment without touching the device.
@@ -200,7 +211,8 @@ func (d *Datapath) alive(a *attachment) (bool, error) {
 	}
 	pin := a.key.pin(d.cfg.BPFFS)
 	if _, err := os.Stat(pin); errors.Is(err, os.ErrNotExist) {
-		if err := a.link.Pin(pin); err != nil {
+		// The link remembers its pin and would not make the same one again.
+		if err := errors.Join(a.link.Unpin(), a.link.Pin(pin)); err != nil {
 			return true, fmt.Errorf("pin %v again at %s: %w", a, pin, err)
 		}
 	}

@@ -13,6 +13,7 @@ import (
 	"unsafe"
 
 	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/link"
 	"golang.org/x/sys/unix"
 
 	"github.com/podweir/podweir/internal/bpf"
@@ -232,7 +233,11 @@ func Cleanup(bpffs string) error {
 			errs = append(errs, fmt.Errorf("list %s: %w", dir, err))
 		}
 		for _, e := range entries {
-			errs = append(errs, os.Remove(filepath.Join(dir, e.Name())))
+			path := filepath.Join(dir, e.Name())
+			if dir == linksDir(bpffs) {
+				errs = append(errs, detachPinned(path))
+			}
+			errs = append(errs, os.Remove(path))
 		}
 		if err := os.Remove(dir); err != nil && !errors.Is(err, os.ErrNotExist) {
 			errs = append(errs, err)
@@ -243,6 +248,19 @@ func Cleanup(bpffs string) error {
 		errs = append(errs, err)
 	}
 	return errors.Join(append(errs, removeFilters())...)
+}
+
+// detachPinned detaches the link pinned at path. What is no link is only a
+// file to remove.
+func detachPinned(path string) error {
+	l, err := link.LoadPinnedLink(path, nil)
+	if err != nil {
+		return nil
+	}
+	if err := errors.Join(detachLink(l), l.Close()); err != nil {
+		return fmt.Errorf("detach link %s: %w", path, err)
+	}
+	return nil
 }
 
 func mapsDir(bpffs string) string  { return filepath.Join(bpffs, "maps") }

@@ -219,7 +219,7 @@ func (m Map[K, V]) Close() error {
 
 func (m Map[K, V]) keyErr(verb string, k K, err error) error {
 	if errors.Is(err, unix.E2BIG) || errors.Is(err, unix.ENOSPC) {
-		return fmt.Errorf("%s: %s %s: %w (%d entries); it can be made larger in the agent's settings",
+		return fmt.Errorf("%s: %s %s: %w (%d entries); what did not fit is tried again when entries go",
 			m.name, verb, KeyString(k), ErrFull, m.MaxEntries())
 	}
 	return fmt.Errorf("%s: %s %s: %w", m.name, verb, KeyString(k), err)

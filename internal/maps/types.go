@@ -58,6 +58,9 @@ const (
 	VerdictDeny  = uint8(bpf.DpPwVerdictPW_VERDICT_DENY)
 )
 
+// NodeDirect flags a [Node] whose pods are reached without the tunnel.
+const NodeDirect = uint16(bpf.DpPwNodeFlagsPW_NODE_DIRECT)
+
 // ServiceAddrOwned flags the {addr, 0, 0} entry of pw_services.
 const ServiceAddrOwned = uint32(bpf.DpPwServiceFlagsPW_SVC_ADDR_OWNED)
 

@@ -376,3 +376,36 @@ func TestWatch(t *testing.T) {
 		}
 	})
 }
+
+func TestWay(t *testing.T) {
+	m := inNewNetns(t)
+	addAddr(t, m, "eth0", "172.31.0.2/24")
+	eth0, err := m.nl.LinkByName("eth0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := m.nl.RouteAdd(&netlink.Route{LinkIndex: eth0.Attrs().Index, Gw: net.IPv4(172, 31, 0, 1), MTU: 1400,
+		Dst: &net.IPNet{IP: net.IPv4(172, 31, 9, 0).To4(), Mask: net.CIDRMask(24, 32)}}); err != nil {
+		t.Fatal(err)
+	}
+	way := func(s string) (Way, bool) {
+		t.Helper()
+		w, ok, err := m.Way(netip.MustParseAddr(s))
+		if err != nil {
+			t.Error(err)
+		}
+		return w, ok
+	}
+	index := eth0.Attrs().Index
+	if w, ok := way("172.31.0.3"); !ok || w != (Way{Device: index, Nexthop: netip.MustParseAddr("172.31.0.3"), MTU: 1500, Onlink: true}) {
+		t.Errorf("neighbour: %+v %v", w, ok)
+	}
+	if w, ok := way("172.31.9.3"); !ok || w != (Way{Device: index, Nexthop: netip.MustParseAddr("172.31.0.1"), MTU: 1400}) {
+		t.Errorf("behind a router: %+v %v", w, ok)
+	}
+	for _, none := range []string{"172.31.0.2", "192.0.2.1"} {
+		if w, ok := way(none); ok {
+			t.Errorf("%s: %+v", none, w)
+		}
+	}
+}

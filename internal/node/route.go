@@ -17,8 +17,11 @@ const RouteProtocol = netlink.RouteProtocol(0x70)
 // Route is a host route of the dataplane.
 type Route struct {
 	Dst netip.Prefix
-	// Blackhole drops; otherwise the route leads into the tunnel device.
+	// Blackhole drops; otherwise the route leads into the tunnel device, or
+	// by Device to Via, a router on its link or the node itself.
 	Blackhole bool
+	Via       netip.Addr
+	Device    int
 	// Src is the address that host processes send from; zero = the kernel's
 	// choice.
 	Src netip.Addr
@@ -150,8 +153,13 @@ func (m *Manager) kernelRoute(r Route, overlay int) *netlink.Route {
 		out.Type = unix.RTN_BLACKHOLE
 		return out
 	}
-	out.LinkIndex = overlay
-	out.Scope = netlink.SCOPE_LINK
+	if r.Via.IsValid() {
+		out.LinkIndex = r.Device
+		out.Gw = r.Via.AsSlice()
+	} else {
+		out.LinkIndex = overlay
+		out.Scope = netlink.SCOPE_LINK
+	}
 	if r.Src.IsValid() {
 		out.Src = r.Src.AsSlice()
 	}
@@ -181,6 +189,11 @@ func sameRoute(have netlink.Route, want Route, overlay int) bool {
 		return have.Type == unix.RTN_BLACKHOLE
 	}
 	src, _ := netip.AddrFromSlice(have.Src)
-	return have.Type == unix.RTN_UNICAST && have.LinkIndex == overlay && have.Gw == nil &&
-		src.Unmap() == want.Src
+	gw, _ := netip.AddrFromSlice(have.Gw)
+	device := overlay
+	if want.Via.IsValid() {
+		device = want.Device
+	}
+	return have.Type == unix.RTN_UNICAST && have.LinkIndex == device &&
+		gw.Unmap() == want.Via && src.Unmap() == want.Src
 }

@@ -228,7 +228,7 @@ func typeError(doc *jsonDoc, k kind, err error) (int, string) {
 		return 0, fmt.Sprintf("%s: give the field a value of its type", strings.TrimPrefix(err.Error(), "json: "))
 	}
 	return doc.lineAt(int(te.Offset) - 1),
-		fmt.Sprintf("%s: a %s cannot stand here: the field takes %s", te.Field, te.Value, typeName(te.Type.String()))
+		fmt.Sprintf("%s: the value is of type %s; the field takes %s", te.Field, te.Value, typeName(te.Type.String()))
 }
 
 func typeName(goType string) string {

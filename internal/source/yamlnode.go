@@ -46,7 +46,7 @@ func splitDocuments(text string) []chunk {
 		s := text[pos:end]
 		marker := strings.HasPrefix(s, "---") && (len(s) == 3 || strings.ContainsRune(" \t\r\n", rune(s[3])))
 		if marker && substance {
-			chunks = append(chunks, chunk{text[start:pos], startLine})
+			chunks = append(chunks, chunk{text[start:pos], startLine}.bare())
 			start, startLine, substance = pos, line, false
 		}
 		switch trimmed := strings.TrimSpace(s); {
@@ -59,9 +59,26 @@ func splitDocuments(text string) []chunk {
 		pos = end
 	}
 	if substance {
-		chunks = append(chunks, chunk{text[start:], startLine})
+		chunks = append(chunks, chunk{text[start:], startLine}.bare())
 	}
 	return chunks
+}
+
+// bare leaves out the marker, blank lines and comments that a document begins
+// with. The YAML library tells the lines of mistakes best if the first line is
+// the first of the contents.
+func (c chunk) bare() chunk {
+	for {
+		first, rest, more := strings.Cut(c.text, "\n")
+		s := strings.TrimSpace(first)
+		if strings.HasPrefix(first, "---") {
+			s = strings.TrimSpace(first[3:])
+		}
+		if !more || s != "" && s[0] != '#' {
+			return c
+		}
+		c.text, c.line = rest, c.line+1
+	}
 }
 
 // located is an error at a line of a file.

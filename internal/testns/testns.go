@@ -17,7 +17,10 @@ import (
 	"testing"
 )
 
-const inside = "PODWEIR_TEST_NAMESPACE"
+const (
+	inside   = "PODWEIR_TEST_NAMESPACE"
+	prepared = "prepared"
+)
 
 // Main runs m's tests inside new namespaces and exits. prepare runs there
 // before the tests; nil means that there is nothing to prepare.
@@ -25,11 +28,13 @@ func Main(m *testing.M, prepare func() error) {
 	if os.Getenv(inside) == "" {
 		os.Exit(again())
 	}
-	if prepare != nil {
+	// A fuzzer's workers are children in the namespace that is prepared.
+	if prepare != nil && os.Getenv(inside) != prepared {
 		if err := prepare(); err != nil {
 			fmt.Fprintf(os.Stderr, "prepare the tests' namespace: %v\n", err)
 			os.Exit(1)
 		}
+		os.Setenv(inside, prepared)
 	}
 	os.Exit(m.Run())
 }

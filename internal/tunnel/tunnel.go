@@ -58,6 +58,7 @@ const (
 type Route struct {
 	Dst  netip.Prefix
 	Kind RouteKind
+	Node string // whose pods, when they are another node's
 }
 
 // Output is what the maps and the routing table shall hold.
@@ -252,11 +253,11 @@ func (c *compiler) podRanges() {
 		n := &c.in.Nodes[i]
 		for _, p := range n.PodCIDRs {
 			c.cidrs.add(p, n.Name)
-			peer, route := Peer{Flags: maps.PeerPod}, Route{p, RouteOverlay}
+			peer, route := Peer{Flags: maps.PeerPod}, Route{Dst: p, Kind: RouteOverlay, Node: n.Name}
 			switch {
 			case n.Name == c.in.Self:
 				peer.Flags |= maps.PeerLocal
-				route.Kind = RouteBlackhole
+				route.Kind, route.Node = RouteBlackhole, ""
 			case n.Addr.IsValid():
 				peer.Node = n.Name
 			}
@@ -281,7 +282,7 @@ func (c *compiler) serviceRanges() {
 			continue
 		}
 		c.out.Prefixes[p] = Peer{Flags: maps.PeerService}
-		c.out.Routes = append(c.out.Routes, Route{p, RouteOverlay})
+		c.out.Routes = append(c.out.Routes, Route{Dst: p, Kind: RouteOverlay})
 	}
 }
 

@@ -21,8 +21,12 @@ import (
 	"github.com/podweir/podweir/test/cluster"
 )
 
-// label marks the demo's clusters among those of tests.
-const label = "demo"
+// label marks the demo's clusters among those of tests, and among those of
+// other clones of the repository.
+func label() (string, error) {
+	root, err := cluster.Root()
+	return "demo of " + root, err
+}
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
@@ -73,7 +77,7 @@ func show(ctx context.Context, keep bool) (err error) {
 	}
 	if d.step(ctx, "Two nodes, four pods", 45*time.Second, d.bringUp) {
 		for _, s := range d.steps() {
-			d.step(ctx, s.title, 20*time.Second, s.run)
+			d.step(ctx, s.title, time.Minute, s.run)
 		}
 	}
 	if d.c == nil {
@@ -132,12 +136,16 @@ func (d *demo) cleanUp(context.Context) error {
 }
 
 func down() error {
+	mine, err := label()
+	if err != nil {
+		return err
+	}
 	runs, err := cluster.Runs()
 	if err != nil {
 		return err
 	}
 	for _, r := range runs {
-		if r.Label != label || !r.Kept {
+		if r.Label != mine || !r.Kept {
 			continue
 		}
 		if err := r.Remove(); err != nil {
@@ -162,7 +170,7 @@ The demo stays up. To look around (make demo-down removes it):
   a shell on a node         nsenter --net=%[1]s bash
   a shell in a pod          nsenter --net=%[2]s bash
   call the service          nsenter --net=%[2]s %[3]s/pw-client send 10.98.235.247:80
-  what podweir knows        %[3]s/podweir --socket %[4]s --bpffs %[5]s status
+  what podweir knows        nsenter --net=%[1]s %[3]s/podweir --socket %[4]s --bpffs %[5]s status
                             (also: services, flows, endpoints, policy, nodes, metrics; -o json)
   the maps                  bpftool map dump pinned %[5]s/maps/pw_flows
   the programs              nsenter --net=%[1]s bpftool net

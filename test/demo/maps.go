@@ -119,13 +119,16 @@ func (d *demo) oneLookup(ctx context.Context) error {
 	}
 	delta := func(reason string) uint64 { return after[reason] - before[reason] }
 	packets := rep.Sent + rep.Received
-	say("%d packets: %d found at the first lookup, %d at the second (not yet confirmed), %d unknown", packets,
-		delta("flow_hit"), delta("flow_hit_new"), delta("flow_miss"))
-	if got := delta("flow_hit") + delta("flow_hit_new") + delta("flow_miss"); got != packets {
+	// Each packet is counted by exactly one of these, or as stale.
+	first, second, unknown := delta("flow_hit"), delta("flow_hit_new"), delta("flow_miss")
+	say("%d packets: %d found at the first lookup, %d at the second (not yet confirmed), %d unknown", packets, first, second, unknown)
+	if got := first + second + unknown + delta("flow_stale"); got != packets {
 		return fmt.Errorf("%d packets, but %d judged: a packet met more than one program, or none", packets, got)
 	}
-	if slow := delta("flow_hit_new") + delta("flow_miss"); slow > 4 {
-		return fmt.Errorf("%d of %d packets were not found at the first lookup", slow, packets)
+	// The flow is confirmed when the client is seen again after the first
+	// answer; on a busy machine it has sent some more by then.
+	if unknown != 1 || delta("flow_confirmed") != 1 || packets-first > packets/10 {
+		return fmt.Errorf("%d of %d packets were not found at the first lookup", packets-first, packets)
 	}
 	return nil
 }
@@ -152,7 +155,7 @@ func (d *demo) counters(ctx context.Context) error {
 			return fmt.Errorf("/metrics of %s: %d, without the datapath's counters", n.NodeName, code)
 		}
 	}
-	for _, reason := range []string{"flow_hit", "flow_created", "flow_confirmed", "fwd_local", "fwd_tunnel", "drop_policy_ingress", "drop_no_service", "drop_no_service_port"} {
+	for _, reason := range []string{"flow_hit", "flow_created", "flow_confirmed", "fwd_local", "fwd_tunnel", "flow_stale", "drop_policy_ingress", "drop_no_service", "drop_no_service_port"} {
 		if sums[reason] == 0 {
 			return fmt.Errorf("%s is 0 on both nodes", reason)
 		}

@@ -90,8 +90,11 @@ func dropCases() []dropCase {
 			return w.pod(devClient, udp(ap(w.f.client, 1), ap(w.f.local, 2)))
 		}},
 		{why: bpf.DpPwReasonPW_DROP_FLOW_COLLISION, fire: func(w *world) *result {
-			w.pod(devClient, udp(ap(w.f.client, 1), ap(w.f.vipLocal, svcPort))).is(fwdLocal, miss, created)
-			return w.pod(devClient, udp(ap(w.f.client, 1), ap(w.f.local, podPort)))
+			// SCTP: its port can't be changed to get out of the way.
+			fr := frame{src: ap(w.f.client, 1), dst: ap(w.f.vip, sctpPort), proto: maps.ProtoSCTP}
+			w.pod(devClient, fr).is(fwdLocal, miss, created)
+			fr.dst = ap(w.f.third, sctpPort)
+			return w.pod(devClient, fr)
 		}},
 		{why: bpf.DpPwReasonPW_DROP_FLOW_INSERT, fire: func(w *world) *result {
 			w.crowded()

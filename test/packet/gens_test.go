@@ -54,7 +54,7 @@ func TestPolicyChangeOnEstablished(t *testing.T) {
 				send().is(fwdLocal, miss, created)
 				answer().is(fwdLocal, hitNew)
 				out.flags, in.flags = ack, ack
-				send().is(fwdLocal, confirmed)
+				send().is(fwdLocal, hitNew, confirmed)
 
 				side.change(w, 9)
 				send().is(side.why, stale)
@@ -109,7 +109,7 @@ func TestRouteFollowsNode(t *testing.T) {
 			t.Fatalf("goes to %v", at(e.To))
 		}
 		// Answers are expected from there, and from there only.
-		c.reply(ack).is(bpf.DpPwReasonPW_DROP_SPOOFED_FLOW, miss)
+		c.reply(ack).is(spoofedFlow)
 		w.tunnel(w.f.nodeC, c.answer).is(fwdLocal, hit)
 	})
 }
@@ -150,7 +150,7 @@ func TestAddressReuse(t *testing.T) {
 
 		// The pod behind devClient goes, its address appears behind devThird.
 		w.edit(w.f.client, func(e *maps.Endpoint) { e.Ifindex, e.Mac = w.index(devThird), mac(0x43) })
-		r := w.pod(devThird, out).is(fwdTunnel, miss, created)
+		r := w.pod(devThird, out).is(fwdTunnel, takenOver, miss, created)
 		if e := w.entry(out); at(e.From) != w.podPlace(devThird) {
 			t.Fatalf("comes from %v", at(e.From))
 		}
@@ -161,7 +161,7 @@ func TestAddressReuse(t *testing.T) {
 		if [6]byte(r.out[:6]) != mac(0x43) {
 			t.Fatalf("delivered to MAC %x", r.out[:6])
 		}
-		w.pod(devClient, out).is(bpf.DpPwReasonPW_DROP_SPOOFED_FLOW, miss)
+		w.pod(devClient, out).is(spoofedFlow)
 	})
 }
 
@@ -173,7 +173,7 @@ func TestAddressReuseSeenByTheAnswer(t *testing.T) {
 		w.pod(devClient, out).is(fwdTunnel, miss, created)
 		w.edit(w.f.client, func(e *maps.Endpoint) { e.Ifindex, e.Mac = w.index(devThird), mac(0x43) })
 		in := tcp(ap(w.f.remote, podPort), out.src, syn|ack)
-		r := w.tunnel(w.f.nodeB, in).is(fwdLocal, stale, miss)
+		r := w.tunnel(w.f.nodeB, in).is(fwdLocal, stale, takenOver, miss)
 		if [6]byte(r.out[:6]) != mac(0x43) {
 			t.Fatalf("delivered to MAC %x", r.out[:6])
 		}

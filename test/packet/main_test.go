@@ -112,8 +112,10 @@ type datapath struct {
 	objs  bpf.DpObjects
 	set   maps.Set
 	devs  map[string]device
-	gates map[tunnelKey]*ebpf.Program // see enter
+	gates map[tunnelKey]*ebpf.Program // see gate
 	jump  *ebpf.Map
+	cut   map[hook]*ebpf.Program
+	last  map[row]uint64 // counters after the last run, nil if not known
 }
 
 // standard is the copy that most tests share; newWorld empties it first.
@@ -127,7 +129,7 @@ func load(cfg loader.Config) (*datapath, error) {
 
 // loadAs loads a datapath that change has had its way with.
 func loadAs(cfg loader.Config, change func(*ebpf.CollectionSpec)) (*datapath, error) {
-	d := &datapath{gates: make(map[tunnelKey]*ebpf.Program)}
+	d := &datapath{gates: make(map[tunnelKey]*ebpf.Program), cut: make(map[hook]*ebpf.Program)}
 	var err error
 	if d.devs, err = findDevices(); err != nil {
 		return nil, err
@@ -147,7 +149,7 @@ func loadAs(cfg loader.Config, change func(*ebpf.CollectionSpec)) (*datapath, er
 	}
 	d.set = maps.NewSet(&d.objs.DpMaps)
 	d.jump, err = ebpf.NewMap(&ebpf.MapSpec{
-		Name: "jump", Type: ebpf.ProgramArray, KeySize: 4, ValueSize: 4, MaxEntries: 1,
+		Name: "jump", Type: ebpf.ProgramArray, KeySize: 4, ValueSize: 4, MaxEntries: 8,
 		Contents: []ebpf.MapKV{{Key: uint32(0), Value: d.objs.FromOverlay}},
 	})
 	if err != nil {
@@ -226,3 +228,34 @@ func (d *datapath) gate(k tunnelKey) (*ebpf.Program, error) {
 }
 
 const gateFailed = 77
+
+// cutter is a program that shortens the frame to what the first word of its
+// control buffer says, and goes on with p. It stands for what arrives short
+// on the wire; a test run does not take such frames.
+func (d *datapath) cutter(h hook, p *ebpf.Program) (*ebpf.Program, error) {
+	slot := uint32(h) + 1
+	if err := d.jump.Put(slot, p); err != nil {
+		return nil, fmt.Errorf("fill jump table: %w", err)
+	}
+	if c, ok := d.cut[h]; ok {
+		return c, nil
+	}
+	const cb = 48 // struct __sk_buff
+	c, err := ebpf.NewProgram(&ebpf.ProgramSpec{
+		Name: "cutter", Type: ebpf.SchedCLS, License: "GPL", Instructions: asm.Instructions{
+			asm.Mov.Reg(asm.R6, asm.R1),
+			asm.LoadMem(asm.R2, asm.R1, cb, asm.Word), asm.Mov.Imm(asm.R3, 0),
+			asm.FnSkbChangeTail.Call(),
+			asm.JNE.Imm(asm.R0, 0, "failed"),
+			asm.Mov.Reg(asm.R1, asm.R6), asm.LoadMapPtr(asm.R2, d.jump.FD()), asm.Mov.Imm(asm.R3, int32(slot)),
+			asm.FnTailCall.Call(),
+			asm.Mov.Imm(asm.R0, gateFailed).WithSymbol("failed"),
+			asm.Return(),
+		},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("load cutting program: %w", err)
+	}
+	d.cut[h] = c
+	return c, nil
+}

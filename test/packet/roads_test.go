@@ -159,7 +159,7 @@ func TestRoadsTCP(t *testing.T) {
 				answer.flags = syn | ack
 				w.check(rd.answer(answer), rd.in, first.dst, first.src, hitNew)
 				first.flags = ack
-				w.check(rd.send(first), rd.out, got.src, got.dst, confirmed)
+				w.check(rd.send(first), rd.out, got.src, got.dst, hitNew, confirmed)
 				w.entries(rd, first, answer, true)
 				for range 3 {
 					first.flags, answer.flags = ack|psh, ack|psh
@@ -204,7 +204,7 @@ func TestRoadsUDP(t *testing.T) {
 				w.entries(rd, first, answer, false)
 				w.check(rd.answer(answer), rd.in, first.dst, first.src, hitNew)
 				w.check(rd.answer(answer), rd.in, first.dst, first.src, hitNew)
-				w.check(rd.send(first), rd.out, got.src, got.dst, confirmed)
+				w.check(rd.send(first), rd.out, got.src, got.dst, hitNew, confirmed)
 				w.entries(rd, first, answer, true)
 				w.check(rd.send(first), rd.out, got.src, got.dst, hit)
 				w.check(rd.answer(answer), rd.in, first.dst, first.src, hit)
@@ -228,6 +228,9 @@ func TestRoadsWithoutPorts(t *testing.T) {
 					answer := first.back()
 					w.check(rd.send(first), rd.out, first.src, first.dst, miss, created)
 					w.check(rd.answer(answer), rd.in, answer.src, answer.dst, hitNew)
+					// However long it goes on, an echo is never confirmed.
+					w.check(rd.send(first), rd.out, first.src, first.dst, hitNew)
+					w.check(rd.answer(answer), rd.in, answer.src, answer.dst, hitNew)
 					w.entries(rd, first, answer, false)
 				}
 				first := frame{src: ap(rd.src, 0), dst: ap(rd.asked, 0), proto: protoGRE, payload: []byte("x")}
@@ -237,7 +240,7 @@ func TestRoadsWithoutPorts(t *testing.T) {
 				first.src, first.dst = ap(rd.src, 5), ap(rd.asked, 6)
 				w.check(rd.send(first), rd.out, first.src, first.dst, miss, created)
 				w.check(rd.answer(first.back()), rd.in, first.dst, first.src, hitNew)
-				w.check(rd.send(first), rd.out, first.src, first.dst, confirmed)
+				w.check(rd.send(first), rd.out, first.src, first.dst, hitNew, confirmed)
 			})
 		}
 	})

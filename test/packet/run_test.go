@@ -34,16 +34,21 @@ const (
 	fwdTunnel = bpf.DpPwReasonPW_FWD_TUNNEL
 	fwdWire   = bpf.DpPwReasonPW_FWD_WIRE
 	fwdHost   = bpf.DpPwReasonPW_FWD_HOST
+	fwdEncap  = bpf.DpPwReasonPW_FWD_ENCAP
+	fwdDecap  = bpf.DpPwReasonPW_FWD_DECAP
+	fwdDirect = bpf.DpPwReasonPW_FWD_DIRECT
 
-	hit       = bpf.DpPwReasonPW_FLOW_HIT
-	hitNew    = bpf.DpPwReasonPW_FLOW_HIT_NEW
-	miss      = bpf.DpPwReasonPW_FLOW_MISS
-	stale     = bpf.DpPwReasonPW_FLOW_STALE
-	created   = bpf.DpPwReasonPW_FLOW_CREATED
-	confirmed = bpf.DpPwReasonPW_FLOW_CONFIRMED
-	raceLost  = bpf.DpPwReasonPW_FLOW_RACE_LOST
-	tableFull = bpf.DpPwReasonPW_FLOW_TABLE_FULL
-	midstream = bpf.DpPwReasonPW_FLOW_MIDSTREAM
+	hit         = bpf.DpPwReasonPW_FLOW_HIT
+	hitNew      = bpf.DpPwReasonPW_FLOW_HIT_NEW
+	miss        = bpf.DpPwReasonPW_FLOW_MISS
+	stale       = bpf.DpPwReasonPW_FLOW_STALE
+	created     = bpf.DpPwReasonPW_FLOW_CREATED
+	confirmed   = bpf.DpPwReasonPW_FLOW_CONFIRMED
+	raceLost    = bpf.DpPwReasonPW_FLOW_RACE_LOST
+	tableFull   = bpf.DpPwReasonPW_FLOW_TABLE_FULL
+	portChanged = bpf.DpPwReasonPW_FLOW_PORT_CHANGED
+	takenOver   = bpf.DpPwReasonPW_FLOW_TAKEN_OVER
+	midstream   = bpf.DpPwReasonPW_FLOW_MIDSTREAM
 )
 
 // What a program may return: TCX_NEXT, TC_ACT_SHOT, TC_ACT_REDIRECT.
@@ -80,6 +85,7 @@ type shot struct {
 	gso    uint32
 	tunnel tunnelKey
 	pkt    []byte
+	cut    int  // shorten the frame to this inside the kernel, which refuses short ones
 	other  bool // leave the destination MAC alone: a frame for somebody else
 }
 
@@ -159,7 +165,13 @@ func (w *world) fire(s shot) *result {
 			w.t.Fatal(err)
 		}
 	}
-	in := skBuff{Ifindex: w.index(s.dev), Mark: s.mark, GsoSize: s.gso}
+	if s.cut != 0 {
+		var err error
+		if p, err = w.cutter(s.hook, p); err != nil {
+			w.t.Fatal(err)
+		}
+	}
+	in := skBuff{Cb: [5]uint32{uint32(s.cut)}, Ifindex: w.index(s.dev), Mark: s.mark, GsoSize: s.gso}
 	if s.gso != 0 {
 		in.GsoSegs = 2
 	}
@@ -168,16 +180,23 @@ func (w *world) fire(s shot) *result {
 	}
 	var out skBuff
 	opts := ebpf.RunOptions{Data: s.pkt, DataOut: make([]byte, len(s.pkt)+512), Context: &in, ContextOut: &out}
-	before := w.counters()
+	if w.last == nil {
+		w.last = w.counters()
+	}
+	before := w.last
 	action, err := p.Run(&opts)
 	if err != nil {
 		w.t.Fatalf("run %s: %v", maps.HookName(s.hook), err)
 	}
-	if s.hook == fromOverlay && action == gateFailed {
-		w.t.Fatal("the kernel refused the tunnel key")
+	if action == gateFailed {
+		w.t.Fatal("the kernel refused the tunnel key, or to cut the frame")
+	}
+	if s.cut != 0 {
+		s.pkt = s.pkt[:s.cut]
 	}
 	r := &result{t: w.t, shot: s, action: action, mark: out.Mark, out: opts.DataOut, counts: make(map[reason]uint64)}
-	for row, n := range w.counters() {
+	w.last = w.counters()
+	for row, n := range w.last {
 		if n -= before[row]; n == 0 {
 			continue
 		}
@@ -231,13 +250,8 @@ func (r *result) skipped() bool {
 
 // broken checks what holds for every packet at every hook.
 func (r *result) broken() string {
-	if len(r.out) > len(r.shot.pkt) {
-		return "the packet grew"
-	}
-	if wrong(r.shot.pkt) == "" && r.action != actDrop {
-		if w := wrong(r.out); w != "" {
-			return w + " checksum is wrong after it was right"
-		}
+	if msg := r.spoiled(); msg != "" {
+		return msg
 	}
 	if r.skipped() {
 		if len(r.counts) != 0 || r.action != actNext {
@@ -254,7 +268,7 @@ func (r *result) broken() string {
 	switch {
 	case maps.IsDrop(why):
 		want = actDrop
-	case why == fwdWire, why == fwdTunnel && ingress, why == fwdLocal && r.shot.hook != toPod:
+	case why == fwdWire, why == fwdEncap, why == fwdDecap, why == fwdDirect, why == fwdTunnel && ingress, why == fwdLocal && r.shot.hook != toPod:
 		want = actRedirect
 	}
 	if r.action != want {
@@ -262,6 +276,37 @@ func (r *result) broken() string {
 	}
 	if why == passed && !slices.Equal(r.out, r.shot.pkt) {
 		return "a packet left to the kernel was changed"
+	}
+	return ""
+}
+
+// tunnelHeader is how much VXLAN over IPv4 puts before a frame.
+const tunnelHeader = 50
+
+// spoiled checks the bytes that left: a tunnel header more or less and
+// nothing else, and checksums that are right where they were.
+func (r *result) spoiled() string {
+	in, out := r.shot.pkt, r.out
+	switch {
+	case r.counts[fwdEncap] != 0:
+		if w := wrong(out); w != "" || len(out) != len(in)+tunnelHeader {
+			return w + " tunnel header is wrong"
+		}
+		out = out[tunnelHeader:]
+	case r.counts[fwdDecap] != 0:
+		in = in[tunnelHeader:]
+		if r.action == actDrop {
+			return ""
+		}
+	}
+	if len(out) > len(in) {
+		return "the packet grew"
+	}
+	if r.action == actDrop || wrong(in) != "" {
+		return ""
+	}
+	if w := wrong(out); w != "" {
+		return w + " checksum is wrong after it was right"
 	}
 	return ""
 }

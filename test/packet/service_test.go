@@ -87,6 +87,15 @@ func TestServiceAddressWithoutService(t *testing.T) {
 	})
 }
 
+// A host process's call that comes back to the host: not possible from the
+// tunnel device's hook, so it is refused there by name.
+func TestHostServiceOnItsOwnHost(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		fr := tcp(ap(w.f.nodeA, 1), ap(w.f.vipHost, svcPort), syn)
+		w.host(fr).ended(bpf.DpPwReasonPW_DROP_NO_ROUTE)
+	})
+}
+
 // TCP, UDP and SCTP on one address and port are three services.
 func TestProtocolsAreApart(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {

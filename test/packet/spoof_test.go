@@ -28,7 +28,7 @@ func TestSpoofedFlow(t *testing.T) {
 		} {
 			t.Run(name, func(t *testing.T) {
 				r.t = t
-				r.is(spoofedFlow, miss)
+				r.is(spoofedFlow)
 			})
 		}
 		c.send(ack).is(fwdTunnel, hit)
@@ -40,15 +40,15 @@ func TestSpoofedFlowOfHostAndWire(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {
 		host := udp(ap(w.f.nodeA, 40000), ap(w.f.client, podPort))
 		w.deliver(devClient, "", host).is(fwdLocal, miss, created)
-		w.wire(host).is(spoofedFlow, miss)
-		w.tunnel(w.f.nodeB, host).is(spoofedFlow, miss)
-		w.pod(devThird, host).is(spoofedFlow, miss)
+		w.wire(host).is(spoofedFlow)
+		w.tunnel(w.f.nodeB, host).is(spoofedFlow)
+		w.pod(devThird, host).is(spoofedFlow)
 		w.deliver(devClient, "", host).is(fwdLocal, hitNew)
 
 		world := udp(ap(w.f.world, 40000), ap(w.f.client, podPort))
 		w.wire(world).is(fwdLocal, miss, created)
-		w.tunnel(w.f.nodeB, world).is(spoofedFlow, miss)
-		w.pod(devThird, world).is(spoofedFlow, miss)
+		w.tunnel(w.f.nodeB, world).is(spoofedFlow)
+		w.pod(devThird, world).is(spoofedFlow)
 		// The wire is one place: another device will do.
 		w.run(shot{hook: fromNetdev, dev: devWire2, pkt: world.bytes(t)}).is(fwdLocal, hitNew)
 	})
@@ -70,11 +70,11 @@ func TestSpoofedSource(t *testing.T) {
 		for _, src := range []netip.Addr{f.client, f.local, f.free, f.far, f.nodeA, f.nodeC, f.world, f.vip, f.lost} {
 			w.tunnel(f.nodeB, udp(ap(src, 1000), to)).is(spoofedSource, miss)
 		}
-		// By the wire: no pods, nothing of this node, no services.
-		for _, src := range []netip.Addr{f.client, f.local, f.free, f.remote, f.remoteFree, f.nodeA, f.vip, f.lost} {
+		// By the wire: no pods, no nodes, no services.
+		for _, src := range []netip.Addr{f.client, f.local, f.free, f.remote, f.remoteFree, f.nodeA, f.nodeB, f.vip, f.lost} {
 			w.wire(udp(ap(src, 1000), to)).is(spoofedSource, miss)
 		}
-		w.wire(udp(ap(f.nodeB, 1000), to)).is(fwdLocal, miss, created)
+		w.wire(udp(ap(f.world, 1000), to)).is(fwdLocal, miss, created)
 	})
 }
 

@@ -15,7 +15,6 @@ import (
 )
 
 const (
-	collision  = bpf.DpPwReasonPW_DROP_FLOW_COLLISION
 	flowInsert = bpf.DpPwReasonPW_DROP_FLOW_INSERT
 )
 
@@ -49,7 +48,7 @@ func TestConfirmedTableFull(t *testing.T) {
 		c.send(syn).is(fwdTunnel, miss, created)
 		c.reply(syn|ack).is(fwdLocal, hitNew)
 		for range 3 {
-			c.send(ack).is(fwdTunnel, tableFull)
+			c.send(ack).is(fwdTunnel, hitNew, tableFull)
 			c.reply(ack).is(fwdLocal, hitNew)
 		}
 		if w.entry(c.out).confirmed || w.entry(c.answer).confirmed {
@@ -59,7 +58,7 @@ func TestConfirmedTableFull(t *testing.T) {
 		// Room again: the flow is confirmed with its next packet.
 		del(w, w.set.Flows, first.out.key())
 		del(w, w.set.Flows, first.answer.key())
-		c.send(ack).is(fwdTunnel, confirmed)
+		c.send(ack).is(fwdTunnel, hitNew, confirmed)
 		c.send(ack).is(fwdTunnel, hit)
 	})
 }
@@ -81,23 +80,71 @@ func TestNewTableFull(t *testing.T) {
 	})
 }
 
-// Two ways to one reply tuple: the second is refused, until the first is over.
-func TestCollision(t *testing.T) {
+// Two ways to one reply tuple: the second gets another source port, and each
+// answer finds the way it belongs to.
+func TestReplyTupleTaken(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		for _, proto := range []uint8{maps.ProtoTCP, maps.ProtoUDP} {
+			via := frame{src: ap(w.f.client, 40000), dst: ap(w.f.vipLocal, svcPort), proto: proto, flags: syn}
+			direct := frame{src: via.src, dst: ap(w.f.local, podPort), proto: proto, flags: syn}
+			w.pod(devClient, via).is(fwdLocal, miss, created)
+			r := w.pod(devClient, direct).is(fwdLocal, miss, portChanged)
+			d, _ := decode(r.out)
+			port, _ := d.ports()
+			if port < 1024 || port > 29999 {
+				t.Fatalf("source port %d", port)
+			}
+			changed := ap(w.f.client, port)
+			r.leaves(changed, direct.dst)
+			w.pod(devClient, direct).is(fwdLocal, hitNew).leaves(changed, direct.dst)
+			answer := direct.back()
+			answer.flags = syn | ack
+			w.pod(devLocal, answer).is(fwdLocal, hitNew).leaves(via.dst, via.src)
+			answer.dst = changed
+			w.pod(devLocal, answer).is(fwdLocal, hitNew).leaves(direct.dst, direct.src)
+			direct.flags = ack
+			w.pod(devClient, direct).is(fwdLocal, hitNew, confirmed).leaves(changed, direct.dst)
+			w.pod(devClient, direct).is(fwdLocal, hit).leaves(changed, direct.dst)
+		}
+	})
+}
+
+// An outlived flow makes room for whoever needs its reply tuple.
+func TestOutlivedReplyTuple(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {
 		via := udp(ap(w.f.client, 40000), ap(w.f.vipLocal, svcPort))
 		direct := udp(ap(w.f.client, 40000), ap(w.f.local, podPort))
 		w.pod(devClient, via).is(fwdLocal, miss, created)
-		w.pod(devClient, direct).is(collision, miss)
-		w.noEntry(direct)
-		w.pod(devClient, via).is(fwdLocal, hitNew)
-		w.pod(devLocal, direct.back()).is(fwdLocal, hitNew).leaves(via.dst, via.src)
-
 		w.age(via.key(), time.Minute)
 		w.age(direct.back().key(), time.Minute)
-		w.pod(devClient, direct).is(fwdLocal, miss, created)
+		w.pod(devClient, direct).is(fwdLocal, miss, created).leaves(direct.src, direct.dst)
 		w.noEntry(via)
 		w.pod(devLocal, direct.back()).is(fwdLocal, hitNew).leaves(direct.dst, direct.src)
-		w.pod(devClient, via).is(collision, miss)
+	})
+}
+
+// A flood of first packets, answered or not, pushes out its own kind only.
+func TestFloodLeavesEstablishedFlows(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		c := w.conn(60000).open()
+		fr := tcp(ap(w.f.third, 1), ap(w.f.remote, podPort), syn)
+		pkt := fr.bytes(t)
+		copy(pkt, w.devs[devThird].mac)
+		ports := len(pkt) - 20 // of the TCP header
+		const flood = 40000    // more than pw_flows_new holds
+		for i := range flood {
+			pkt[ports], pkt[ports+1] = byte(i>>8), byte(i)
+			if _, err := w.quick(devThird, pkt); err != nil {
+				t.Fatal(err)
+			}
+		}
+		w.last = nil
+		confirmed, err := w.set.Flows.Dump()
+		if err != nil || len(confirmed) != 2 {
+			t.Fatalf("%d entries of established flows, %v", len(confirmed), err)
+		}
+		c.send(ack).is(fwdTunnel, hit)
+		c.reply(ack).is(fwdLocal, hit)
 	})
 }
 
@@ -110,7 +157,14 @@ func TestHalfAFlow(t *testing.T) {
 		del(w, w.set.FlowsNew, fr.key())
 		w.pod(devClient, fr).is(fwdLocal, miss, created)
 		w.pod(devLocal, answer).is(fwdLocal, hitNew).leaves(fr.dst, fr.src)
-		w.pod(devClient, fr).is(fwdLocal, confirmed)
+		w.pod(devClient, fr).is(fwdLocal, hitNew, confirmed)
+
+		other := udp(ap(w.f.client, 40001), fr.dst)
+		answer = udp(ap(w.f.local, podPort), other.src)
+		w.pod(devClient, other).is(fwdLocal, miss, created)
+		del(w, w.set.FlowsNew, answer.key())
+		w.pod(devClient, other).is(fwdLocal, miss, takenOver, created)
+		w.pod(devLocal, answer).is(fwdLocal, hitNew).leaves(other.dst, other.src)
 	})
 }
 
@@ -160,6 +214,13 @@ func TestParallelFirstPackets(t *testing.T) {
 					// Both at the same packet at the same moment.
 					for turn[cpu].Store(int64(i)); turn[1-cpu].Load() < int64(i); {
 						runtime.Gosched()
+					}
+					late := i % 50 // find the moment: now one is late, now the other
+					if cpu == 0 {
+						late = 50 - late
+					}
+					for range 40 * late {
+						_ = turn[cpu].Load()
 					}
 					out, err := w.quick(devClient, pkt)
 					if err != nil {

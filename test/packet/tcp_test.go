@@ -45,7 +45,7 @@ func (c *conn) open() *conn {
 	c.w.t.Helper()
 	c.send(syn).is(fwdTunnel, miss, created)
 	c.reply(syn|ack).is(fwdLocal, hitNew)
-	c.send(ack).is(fwdTunnel, confirmed)
+	c.send(ack).is(fwdTunnel, hitNew, confirmed)
 	c.send(ack|psh).is(fwdTunnel, hit)
 	c.reply(ack|psh).is(fwdLocal, hit)
 	return c
@@ -77,7 +77,7 @@ func TestTCPRetransmittedSYNConfirmsNothing(t *testing.T) {
 		if w.entry(c.out).confirmed || !w.entry(c.out).is(flagReplied) {
 			t.Fatal("want a flow that was answered and is not confirmed")
 		}
-		c.send(ack).is(fwdTunnel, confirmed)
+		c.send(ack).is(fwdTunnel, hitNew, confirmed)
 		if w.entry(c.out).Created == 0 || w.entry(c.out).KeyHash == 0 {
 			t.Fatal("the confirmed entry lost fields")
 		}
@@ -94,7 +94,7 @@ func TestTCPRefused(t *testing.T) {
 		if w.entry(c.out).confirmed {
 			t.Fatal("an RST confirmed the flow")
 		}
-		c.send(syn).is(fwdTunnel, miss, created)
+		c.send(syn).is(fwdTunnel, takenOver, miss, created)
 		c.state(0)
 	})
 }
@@ -113,16 +113,16 @@ func TestTCPClose(t *testing.T) {
 		c.send(ack).is(fwdTunnel, hit)
 		c.reply(fin|ack).is(fwdLocal, hit)
 		// Closed: the next SYN is a new flow, unconfirmed, in both tables' place.
-		c.send(syn).is(fwdTunnel, miss, created)
+		c.send(syn).is(fwdTunnel, takenOver, miss, created)
 		c.state(0)
 		if w.entry(c.out).confirmed || w.entry(c.answer).confirmed {
 			t.Fatal("the closed flow's entries are still there")
 		}
 		c.reply(syn|ack).is(fwdLocal, hitNew)
-		c.send(ack).is(fwdTunnel, confirmed)
+		c.send(ack).is(fwdTunnel, hitNew, confirmed)
 		c.reply(rst).is(fwdLocal, hit)
 		c.state(tcpRST)
-		c.send(syn).is(fwdTunnel, miss, created)
+		c.send(syn).is(fwdTunnel, takenOver, miss, created)
 	})
 }
 
@@ -133,7 +133,7 @@ func TestTCPFinBeforeConfirm(t *testing.T) {
 		c.send(syn).is(fwdTunnel, miss, created)
 		c.reply(syn|ack).is(fwdLocal, hitNew)
 		c.reply(fin|ack).is(fwdLocal, hitNew)
-		c.send(ack).is(fwdTunnel, confirmed)
+		c.send(ack).is(fwdTunnel, hitNew, confirmed)
 		c.state(finReply)
 		c.send(fin|ack).is(fwdTunnel, hit)
 		c.state(finOrig | finReply)
@@ -146,7 +146,7 @@ func TestTCPReusedTupleIsJudgedAgain(t *testing.T) {
 		c := w.conn(40000).open()
 		c.send(rst).is(fwdTunnel, hit)
 		w.edit(w.f.client, func(e *maps.Endpoint) { e.PolicyOut = 1 })
-		c.send(syn).is(bpf.DpPwReasonPW_DROP_POLICY_EGRESS, miss)
+		c.send(syn).is(bpf.DpPwReasonPW_DROP_POLICY_EGRESS, takenOver, miss)
 		w.noEntry(c.out)
 		w.noEntry(c.answer)
 	})
@@ -161,7 +161,7 @@ func TestTCPMidstream(t *testing.T) {
 		}
 		answer := fr.back()
 		w.tunnel(w.f.nodeB, answer).is(fwdLocal, hitNew)
-		w.pod(devClient, fr).is(fwdTunnel, confirmed)
+		w.pod(devClient, fr).is(fwdTunnel, hitNew, confirmed)
 		w.pod(devClient, fr).is(fwdTunnel, hit)
 	})
 }
@@ -231,7 +231,7 @@ func TestExpiry(t *testing.T) {
 				}
 				w.age(k, c.limit+time.Second)
 				w.age(c.conn.answer.key(), c.limit+time.Second)
-				c.conn.send(syn).is(fwdTunnel, miss, created)
+				c.conn.send(syn).is(fwdTunnel, takenOver, miss, created)
 				if w.entry(c.conn.out).confirmed {
 					t.Fatal("the expired entry is still there")
 				}

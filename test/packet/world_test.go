@@ -100,7 +100,7 @@ const (
 
 // world is the cluster as node a's maps describe it.
 type world struct {
-	t *testing.T
+	t testing.TB
 	f family
 	*datapath
 }
@@ -152,6 +152,7 @@ func clear[K comparable, V any](w *world, m maps.Map[K, V]) {
 
 func (w *world) fill() {
 	w.t.Helper()
+	w.last = nil
 	s := &w.set
 	clear(w, s.Flows)
 	clear(w, s.FlowsNew)

@@ -172,9 +172,10 @@ func (s *summary) testEnd(k testKey, action string) {
 			name = name[:i]
 		}
 		// A parent fails with its subtest; on its own account it counts.
-		if !parent || fresh {
-			s.failed++
+		if parent && !fresh {
+			return
 		}
+		s.failed++
 		fmt.Fprintf(s.out, "FAIL  %s %s\n%s", k.pkg, k.name, out)
 	case parent:
 	case action == "skip":

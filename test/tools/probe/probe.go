@@ -61,6 +61,7 @@ type StreamReport struct {
 	Lost        uint64        `json:"lost"` // sent before the last one received, and never answered
 	Duplicate   uint64        `json:"duplicate"`
 	Retransmits uint64        `json:"retransmits"`   // TCP segments, from TCP_INFO
+	Spurious    uint64        `json:"spurious"`      // of these, what the receiver had already (DSACK): a timer ran early, nothing was lost
 	LastReply   time.Duration `json:"last_reply_ns"` // time since
 	MaxGap      time.Duration `json:"max_gap_ns"`    // longest time between two replies
 	Servers     []string      `json:"servers"`

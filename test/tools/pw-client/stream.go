@@ -200,7 +200,8 @@ func (s *streamer) report(now time.Time) probe.StreamReport {
 	if rep.Received < rep.Sent {
 		rep.MaxGap = max(rep.MaxGap, rep.LastReply)
 	}
-	rep.Retransmits = uint64(tcpInfo(s.conn).Total_retrans)
+	info := tcpInfo(s.conn)
+	rep.Retransmits, rep.Spurious = uint64(info.Total_retrans), uint64(info.Dsack_dups)
 	return rep
 }
 

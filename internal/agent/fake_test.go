@@ -1,0 +1,139 @@
+package agent
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+	"sync"
+	"testing"
+
+	"github.com/cilium/ebpf"
+
+	"github.com/podweir/podweir/internal/bpf"
+	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/internal/node"
+)
+
+// fakeDatapath has the kernel's maps and no programs.
+type fakeDatapath struct {
+	set maps.Set
+
+	mu       sync.Mutex
+	attached map[int]string
+	overlay  int
+	bad      map[string]error // by device
+}
+
+func newFakeDatapath(t *testing.T) *fakeDatapath {
+	t.Helper()
+	spec, err := bpf.LoadDp()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range spec.Maps {
+		m.Pinning = ebpf.PinNone
+		m.MaxEntries = min(m.MaxEntries, 65536)
+	}
+	var o bpf.DpMaps
+	if err := spec.LoadAndAssign(&o, nil); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = o.Close() })
+	return &fakeDatapath{set: maps.NewSet(&o), attached: make(map[int]string), bad: make(map[string]error)}
+}
+
+func (d *fakeDatapath) Maps() maps.Set { return d.set }
+
+func (d *fakeDatapath) AttachNetdev(_ context.Context, ifindex int, name string) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if err := d.bad[name]; err != nil {
+		return err
+	}
+	d.attached[ifindex] = name
+	return nil
+}
+
+func (d *fakeDatapath) AttachOverlay(ctx context.Context, ifindex int, name string) error {
+	return d.AttachNetdev(ctx, ifindex, name)
+}
+
+func (d *fakeDatapath) SetOverlay(_ context.Context, ifindex int) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.overlay = ifindex
+	return nil
+}
+
+func (d *fakeDatapath) Detach(_ context.Context, ifindex int) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	delete(d.attached, ifindex)
+	return nil
+}
+
+func (d *fakeDatapath) Verify(context.Context) ([]string, error) { return nil, nil }
+
+func (d *fakeDatapath) devices() []string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var names []string
+	for _, n := range d.attached {
+		names = append(names, n)
+	}
+	slices.Sort(names)
+	return names
+}
+
+// fakeStack is a node with one device.
+type fakeStack struct {
+	events chan struct{}
+
+	mu       sync.Mutex
+	list     []node.Device
+	routes   []node.Route
+	overlays []node.Overlay
+}
+
+func newFakeStack() *fakeStack {
+	return &fakeStack{
+		events: make(chan struct{}, 1),
+		list: []node.Device{{Index: 2, Name: "eth0", MTU: 1500, Up: true, Default: true,
+			Addrs: []netip.Addr{netip.MustParseAddr("172.31.0.2")}}},
+	}
+}
+
+func (s *fakeStack) Watch(context.Context) (<-chan struct{}, error) { return s.events, nil }
+
+func (s *fakeStack) Devices() ([]node.Device, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.list), nil
+}
+
+func (s *fakeStack) EnsureOverlay(o node.Overlay) (int, bool, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.overlays = append(s.overlays, o)
+	return 7, false, nil
+}
+
+func (s *fakeStack) SyncRoutes(want []node.Route, _ int) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.routes = want
+	return 0, nil
+}
+
+func (s *fakeStack) Way(addr netip.Addr) (node.Way, bool, error) {
+	return node.Way{Device: 2, Nexthop: addr, MTU: 1500, Onlink: true}, true, nil
+}
+
+func (s *fakeStack) SyncSysctls([]node.Device) error { return nil }
+
+func (s *fakeStack) add(d node.Device) {
+	s.mu.Lock()
+	s.list = append(s.list, d)
+	s.mu.Unlock()
+	s.events <- struct{}{}
+}
