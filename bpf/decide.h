@@ -292,8 +292,7 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 
 	if (!p || !f || !s)
 		return PW_DROP_HELPER;
-	pw_twin_key(&p->key, f, &twin_key);
-	twin = pw_flow_find(&twin_key);
+	twin = pw_twin_find(&p->key, f, &twin_key);
 	if (!twin)
 		return -1;
 	if (f->flags & PW_F_REPLY) {

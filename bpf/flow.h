@@ -145,6 +145,25 @@ static __always_inline int pw_flow_load(const struct pw_flow_key *k, struct pw_f
 	return copy->key_hash == pw_key_hash(k);
 }
 
+/*
+ * The entry of the other direction, its key in *twin. Both must name each
+ * other: when a flood has pushed an original out and the initiator got
+ * another backend since, the new flow stands where the old one's would.
+ */
+static __always_inline struct pw_flow *pw_twin_find(const struct pw_flow_key *k,
+						    const struct pw_flow *f,
+						    struct pw_flow_key *twin)
+{
+	struct pw_flow *t;
+
+	pw_twin_key(k, f, twin);
+	t = pw_flow_find(twin);
+	if (!t || !pw_addr_eq(&t->src, &k->dst) || !pw_addr_eq(&t->dst, &k->src) ||
+	    t->sport != k->dport || t->dport != k->sport || t->twin_via != k->via)
+		return NULL;
+	return t;
+}
+
 /* Idle for too long in both directions. */
 __noinline int pw_flow_expired(const struct pw_flow_key *k, const struct pw_flow *f)
 {
@@ -157,8 +176,7 @@ __noinline int pw_flow_expired(const struct pw_flow_key *k, const struct pw_flow
 	timeout = pw_flow_timeout(k->proto, f);
 	if (f->last_seen + timeout > now)
 		return 0;
-	pw_twin_key(k, f, &s->twin);
-	twin = pw_flow_find(&s->twin);
+	twin = pw_twin_find(k, f, &s->twin);
 	return !twin || twin->last_seen + timeout <= now;
 }
 
@@ -169,8 +187,7 @@ __noinline int pw_flow_has_twin(const struct pw_flow_key *k, const struct pw_flo
 
 	if (!k || !f || !s)
 		return 0;
-	pw_twin_key(k, f, &s->twin);
-	return pw_flow_find(&s->twin) != NULL;
+	return pw_twin_find(k, f, &s->twin) != NULL;
 }
 
 /*
@@ -205,8 +222,7 @@ __noinline int pw_flow_claim(const struct pw_flow_key *k, struct pw_flow *f)
 	if (!k || !f || !s)
 		return 0;
 	created = f->created;
-	pw_twin_key(k, f, &s->twin);
-	twin = pw_flow_find(&s->twin);
+	twin = pw_twin_find(k, f, &s->twin);
 	orig = f;
 	hash = pw_key_hash(k);
 	if (f->flags & PW_F_REPLY && twin) {
@@ -221,9 +237,10 @@ __noinline int pw_flow_claim(const struct pw_flow_key *k, struct pw_flow *f)
 		return 0;
 	}
 	if (orig == f) {
-		if (twin)
+		if (twin) {
 			twin->key_hash = 0;
-		pw_flow_delete(&s->twin);
+			pw_flow_delete(&s->twin);
+		}
 		pw_flow_delete(pw_key_arg(s, k));
 	} else {
 		f->key_hash = 0;
@@ -291,8 +308,7 @@ __noinline int pw_flow_tcp(const struct pw_flow_key *k, struct pw_flow *f, __u8 
 	if ((f->tcp & bits) == bits)
 		return 0;
 	f->tcp |= bits;
-	pw_twin_key(k, f, &twin_key);
-	twin = pw_flow_find(&twin_key);
+	twin = pw_twin_find(k, f, &twin_key);
 	if (twin)
 		twin->tcp |= bits;
 	return 0;
@@ -307,8 +323,7 @@ __noinline int pw_flow_replied(const struct pw_flow_key *k, struct pw_flow *f)
 	if (!k || !f)
 		return 0;
 	f->flags |= PW_F_REPLIED;
-	pw_twin_key(k, f, &twin_key);
-	twin = bpf_map_lookup_elem(&pw_flows_new, &twin_key);
+	twin = pw_twin_find(k, f, &twin_key);
 	if (twin)
 		twin->flags |= PW_F_REPLIED;
 	return 0;

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -513,7 +514,14 @@ func differ(got, want pwmaps.Flow, slack uint64) string {
 	if got == want {
 		return ""
 	}
-	return fmt.Sprintf("\n  holds %+v\n  want  %+v", got, want)
+	var out []string
+	g, v := reflect.ValueOf(got), reflect.ValueOf(want)
+	for i := range g.NumField() {
+		if a, b := fmt.Sprint(g.Field(i)), fmt.Sprint(v.Field(i)); a != b {
+			out = append(out, fmt.Sprintf("%s is %s, want %s", g.Type().Field(i).Name, a, b))
+		}
+	}
+	return strings.Join(out, "; ")
 }
 
 // try plays a whole sequence: the number of the step that went wrong, and how.
