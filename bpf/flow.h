@@ -16,6 +16,8 @@
 
 /* How many source ports are tried before a collision is given up. */
 #define PW_PORT_PROBES 32
+/* And how often a reply tuple that others are removing. */
+#define PW_RESERVE_TRIES 3
 
 /* Working space; programs of one CPU do not interleave. */
 struct pw_scratch {
@@ -491,6 +493,38 @@ __noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_ke
 }
 
 /*
+ * The reply entry: whose is it? Another CPU's that creates this very flow,
+ * or what a flood has left of an earlier one of the same tuple; either way it
+ * is ours now, with nothing of the past but its birth, which twins share.
+ * Returns enum pw_insert, PW_EXISTS for another flow's.
+ */
+static __always_inline int pw_flow_reserve(struct pw_scratch *s, int *ours)
+{
+	struct pw_flow *other = NULL;
+	int i, err = PW_NO_ROOM;
+
+	*ours = 0;
+	for (i = 0; i < PW_RESERVE_TRIES && !other; i++) {
+		err = pw_flow_insert(&s->rev_key, &s->rev);
+		if (err != PW_EXISTS) {
+			*ours = err == PW_INSERTED;
+			return err;
+		}
+		/* None: it was there, and is being removed by another CPU. */
+		other = pw_flow_find(&s->rev_key);
+	}
+	if (!other)
+		return PW_NO_ROOM;
+	if (!pw_same_origin(other, &s->rev))
+		return PW_EXISTS;
+	s->fwd.created = s->rev.created = other->created;
+	if (!(other->flags & PW_F_CONFIRMED) &&
+	    bpf_map_update_elem(&pw_flows_new, &s->rev_key, &s->rev, BPF_ANY))
+		return PW_NO_ROOM;
+	return PW_INSERTED;
+}
+
+/*
  * Writes both entries of a new flow: the scratch's fwd under key, rev under
  * rev_key. The insert of the forward entry decides between two CPUs that
  * create the same flow; the loser takes its reply entry back. Returns the
@@ -506,21 +540,16 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 		return PW_DROP_FLOW_INSERT;
 	s->fwd.key_hash = pw_key_hash(key);
 	s->rev.key_hash = pw_key_hash(&s->rev_key);
-	err = pw_flow_insert(&s->rev_key, &s->rev);
+	err = pw_flow_reserve(s, &ours);
 	if (err == PW_NO_ROOM)
 		return PW_DROP_FLOW_INSERT;
-	ours = err == PW_INSERTED;
-	if (!ours) {
-		other = pw_flow_find(&s->rev_key);
-		/* Not a collision if another CPU creates this very flow. */
-		if (!other || !pw_same_origin(other, &s->rev)) {
-			s->rev.flags |= PW_F_XLATE;
-			err = pw_flow_other_port(skb, key);
-			if (err)
-				return err;
-			ours = 1;
-			result = PW_FLOW_PORT_CHANGED;
-		}
+	if (err == PW_EXISTS) {
+		s->rev.flags |= PW_F_XLATE;
+		err = pw_flow_other_port(skb, key);
+		if (err)
+			return err;
+		ours = 1;
+		result = PW_FLOW_PORT_CHANGED;
 	}
 	err = pw_flow_insert(key, &s->fwd);
 	if (err == PW_INSERTED)
