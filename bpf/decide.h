@@ -276,6 +276,19 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	return 0;
 }
 
+/* Does a flow's source still live where the flow comes from? */
+static __always_inline int pw_still_there(const struct pw_place *from, __u16 via,
+					  const struct pw_target *src)
+{
+	if (from->kind == PW_PLACE_HOST)
+		return 1;
+	if (from->kind == PW_PLACE_POD)
+		return src->ifindex == from->id;
+	if (from->kind == PW_PLACE_NODE && !via)
+		return !src->ifindex && src->node == from->id;
+	return !src->ifindex && !src->node && !src->flags;
+}
+
 /*
  * A flow one of whose generations moved: verdict and route once more, in the
  * ORIGINAL direction, from whichever entry the packet met. The backend stays.
@@ -307,10 +320,8 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 	s->fwd = *orig;
 	pw_resolve(&src, &s->src);
 	pw_resolve(&s->fwd.dst, &s->dst);
-	/* Another pod has the address by now: not this flow any more. */
-	if (s->fwd.from.kind == PW_PLACE_POD && s->src.ifindex != s->fwd.from.id)
-		return -1;
-	if (s->fwd.from.kind == PW_PLACE_NODE && s->src.node != s->fwd.from.id)
+	/* Another has the address by now: not this flow any more. */
+	if (!pw_still_there(&s->fwd.from, reply->twin_via, &s->src))
 		return -1;
 	err = pw_place(skb, &s->fwd.from, &src, &s->dst, &s->fwd);
 	if (!err)
