@@ -163,21 +163,23 @@ func (m *model) known(f *mflow, dir int, p packet) bool {
 }
 
 // mayUse: may packets with this source come from there?
-func (c *cluster) mayUse(from place, k flowKey) bool {
+func (c *cluster) mayUse(from place, k flowKey) reason {
 	src := c.resolve(k.Src)
-	outside := src.flags == 0 && src.node == 0
-	switch from.kind {
-	case bpf.DpPwPlaceKindPW_PLACE_HOST:
-		return true
-	case bpf.DpPwPlaceKindPW_PLACE_POD:
-		return src.dev == from.id
-	case bpf.DpPwPlaceKindPW_PLACE_NODE:
-		if k.Via != 0 {
-			return outside
-		}
-		return src.node == from.id
+	ok := src.flags == 0 && src.node == 0 // outside the cluster
+	switch {
+	case from.kind == bpf.DpPwPlaceKindPW_PLACE_HOST:
+		return 0
+	case pwmaps.FromAddr(k.Src).IsMulticast():
+		return badSource
+	case from.kind == bpf.DpPwPlaceKindPW_PLACE_POD:
+		ok = src.dev == from.id
+	case from.kind == bpf.DpPwPlaceKindPW_PLACE_NODE && k.Via == 0:
+		ok = src.node == from.id
 	}
-	return outside
+	if ok {
+		return 0
+	}
+	return spoofedSource
 }
 
 // where a destination is, for packets from there.
@@ -252,7 +254,7 @@ func (m *model) aim(f *mflow) (why reason, rule uint32) {
 // False if it is not that flow any more: its source lives elsewhere, or half
 // of it is gone.
 func (m *model) rejudge(f *mflow) bool {
-	if !f.have[orig] || !f.have[reply] || !m.mayUse(f.from, f.key) {
+	if !f.have[orig] || !f.have[reply] || m.mayUse(f.from, f.key) != 0 {
 		return false
 	}
 	f.denied, f.rule = m.aim(f)
@@ -275,8 +277,10 @@ func (m *model) step(p packet, ch choice) outcome {
 		over := false
 		switch {
 		case !f.rightPlace(dir, p.from):
-			if !m.mayUse(p.from, p.key) {
+			if o.end = m.mayUse(p.from, p.key); o.end == spoofedSource {
 				o.end = spoofedFlow
+			}
+			if o.end != 0 {
 				return o
 			}
 			over = true
@@ -303,8 +307,7 @@ func (m *model) step(p packet, ch choice) outcome {
 // first is a packet of no known flow.
 func (m *model) first(p packet, ch choice, o outcome) outcome {
 	o.engine[miss]++
-	if !m.mayUse(p.from, p.key) {
-		o.end = spoofedSource
+	if o.end = m.mayUse(p.from, p.key); o.end != 0 {
 		return o
 	}
 	if pwmaps.FromAddr(p.key.Dst).IsMulticast() {
@@ -516,9 +519,9 @@ func (m *model) icmpError(p packet, o outcome) outcome {
 		Proto: p.quote.Proto, Via: p.key.Via,
 	}
 	f, dir := m.find(k)
+	o.end = m.mayUse(p.from, p.key)
 	switch {
-	case !m.mayUse(p.from, p.key):
-		o.end = spoofedSource
+	case o.end != 0:
 	case k.Dst != p.key.Dst, f == nil, m.expired(f), !m.fresh(f), !host && !f.rightPlace(dir, p.from):
 		o.end = unrelated
 		if host {

@@ -345,6 +345,9 @@ func (e *engine) pushOut(s step) string {
 	if dir == reply {
 		k = f.back
 	}
+	if !f.have[dir] {
+		return ""
+	}
 	del(e.w, e.w.set.FlowsNew, k)
 	if f.confirmed {
 		delete(e.m.left, k)
@@ -401,6 +404,16 @@ func (e *engine) change(s step, kind byte) string {
 			edit(w, w.set.Addrs, c.addrs, a, nil)
 		}
 		c.moved(w, slotRemote, slotShared)
+	case kind == 12 && s.x&1 == 0: // an address outside becomes a remote pod's
+		world := pwmaps.ToAddr(f.world)
+		if _, there := c.addrs[world]; there {
+			edit(w, w.set.Addrs, c.addrs, world, nil)
+		} else {
+			edit(w, w.set.Addrs, c.addrs, world, &pwmaps.Peer{
+				Identity: idRemote, Slot: slotWorld, Node: nodeIDB, Flags: pwmaps.PeerPod,
+			})
+		}
+		c.moved(w, slotWorld)
 	default: // a service's backends
 		e.newSet(s)
 	}
