@@ -126,7 +126,7 @@ static __always_inline int pw_judge(const struct pw_place *from, const struct pw
 				    __u8 proto, const struct pw_target *src,
 				    const struct pw_target *dst, struct pw_flow *fwd)
 {
-	__u32 rule = 0;
+	__u32 rule = 0, in = 0;
 
 	fwd->rule = 0;
 	if (pw_addr_eq(src_addr, &fwd->dst))
@@ -139,13 +139,13 @@ static __always_inline int pw_judge(const struct pw_place *from, const struct pw
 		}
 	}
 	if (fwd->to.kind == PW_PLACE_POD && from->kind != PW_PLACE_HOST) {
-		if (pw_policy_verdict(dst->policy_in, src->identity, proto, fwd->dport, &rule) !=
+		if (pw_policy_verdict(dst->policy_in, src->identity, proto, fwd->dport, &in) !=
 		    PW_VERDICT_ALLOW) {
-			fwd->rule = rule;
+			fwd->rule = in;
 			return PW_DROP_POLICY_INGRESS;
 		}
 	}
-	fwd->rule = rule;
+	fwd->rule = in ?: rule;
 	return 0;
 }
 
