@@ -377,13 +377,13 @@ const badChoice = reason(0xff)
 // this very flow is replaced, and a live flow of others makes this one take
 // another source port.
 func (m *model) create(f *mflow, ch choice, o outcome) reason {
-	result := created
+	result, replaced := created, false
 	if other, _ := m.find(f.back); other != nil {
 		switch {
 		case m.expired(other):
 			m.end(other)
 		case other.back == f.back && other.key == f.key:
-			f.created = other.created
+			f.created, replaced = other.created, true
 			m.end(other)
 		case f.key.Proto != pwmaps.ProtoTCP && f.key.Proto != pwmaps.ProtoUDP:
 			return bpf.DpPwReasonPW_DROP_FLOW_COLLISION
@@ -403,10 +403,13 @@ func (m *model) create(f *mflow, ch choice, o outcome) reason {
 			result = portChanged
 		}
 	}
+	f.have = [2]bool{true, true}
 	if m.roomNew != 0 && m.countNew()+2 > m.roomNew {
+		if f.have[orig] = false; replaced {
+			m.flows = append(m.flows, f)
+		}
 		return flowInsert
 	}
-	f.have = [2]bool{true, true}
 	m.flows = append(m.flows, f)
 	o.engine[result]++
 	return 0
