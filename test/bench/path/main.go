@@ -26,6 +26,7 @@ type options struct {
 	json      string
 	modes     string
 	workloads string
+	compare   string
 }
 
 func main() {
@@ -37,6 +38,7 @@ func main() {
 	flag.StringVar(&o.json, "json", "", "file to write the figures to")
 	flag.StringVar(&o.modes, "modes", "", "comma-separated; default: all of "+strings.Join(modeNames(), ", "))
 	flag.StringVar(&o.workloads, "workloads", "", "comma-separated; default: udp,crr,rr,bulk")
+	flag.StringVar(&o.compare, "compare", "", "bin folder of another build: its podweir modes are measured too, as other-*")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
@@ -73,6 +75,9 @@ func run(ctx context.Context, o options) (err error) {
 	loads, err := choose("workload", o.workloads, workloads(), func(w workload) string { return w.name })
 	if err != nil {
 		return err
+	}
+	if o.compare != "" {
+		modes = append(modes, others(modes, o.compare)...)
 	}
 	b := &bench{o: o, tops: map[string]*topology{}}
 	defer func() { err = errors.Join(err, b.close()) }()

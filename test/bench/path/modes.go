@@ -27,6 +27,7 @@ type mode struct {
 	podweir  bool     // agents run; the client calls the service of that name
 	tunnel   bool     // between nodes through VXLAN
 	agent    []string // flags
+	bin      string   // folder of the programs, "" is this build's
 }
 
 // baseline is the mode that all are compared with.
@@ -42,6 +43,19 @@ func allModes() []mode {
 		{name: "podweir-direct", topology: "podweir-direct", server: "remote", against: "kernel-direct", podweir: true, agent: []string{"--routing-mode", "direct"}},
 		{name: "podweir-same-node", topology: "podweir-vxlan", server: "local", against: "kernel-same-node", podweir: true},
 	}
+}
+
+// others are the podweir modes among modes as another build runs them, each
+// compared with this build's.
+func others(modes []mode, bin string) []mode {
+	var out []mode
+	for _, m := range modes {
+		if m.podweir {
+			m.name, m.topology, m.against, m.bin = "other-"+m.name, "other-"+m.topology, m.name, bin
+			out = append(out, m)
+		}
+	}
+	return out
 }
 
 func modeNames() []string {

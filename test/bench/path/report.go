@@ -133,9 +133,9 @@ func (r *results) finish() {
 
 func (r *results) print(out io.Writer) {
 	fmt.Fprintf(out, "IPv%d, kernel %s, %d CPUs, %d rounds. Ratios, lower is better: median [quartiles] of the rounds.\n\n", r.Family, r.Kernel, r.CPUs, r.Repeats)
-	r.table(out, "to "+baseline+" = 1.00", func(w *row) string { return w.Ratio.String() })
-	r.table(out, "to the kernel's same job", func(w *row) string { return w.OwnRatio.String() })
-	r.table(out, "medians (min - max)", func(w *row) string { return fmt.Sprintf("%.0f (%.0f - %.0f)", w.Median, w.Min, w.Max) })
+	r.table(out, "to "+baseline+" = 1.00", false, func(w *row) string { return w.Ratio.String() })
+	r.table(out, "to the same job", true, func(w *row) string { return w.OwnRatio.String() })
+	r.table(out, "medians (min - max)", false, func(w *row) string { return fmt.Sprintf("%.0f (%.0f - %.0f)", w.Median, w.Min, w.Max) })
 	fmt.Fprintf(out, "%d rounds measured again because the machine's pace changed.\n", r.Repeated)
 	if r.Unsteady > len(r.loads)*r.Repeats/4 {
 		fmt.Fprintf(out, "In %d rounds of %d it never held: a busy machine; run it again.\n", r.Unsteady, len(r.loads)*r.Repeats)
@@ -149,7 +149,7 @@ func (s *spread) String() string {
 	return fmt.Sprintf("%.2f [%.2f %.2f]", s.Median, s.Q1, s.Q3)
 }
 
-func (r *results) table(out io.Writer, title string, cell func(*row) string) {
+func (r *results) table(out io.Writer, title string, own bool, cell func(*row) string) {
 	t := tabwriter.NewWriter(out, 0, 0, 3, ' ', 0)
 	fmt.Fprint(t, title)
 	for _, w := range r.loads {
@@ -157,7 +157,13 @@ func (r *results) table(out io.Writer, title string, cell func(*row) string) {
 	}
 	fmt.Fprintln(t)
 	for _, m := range r.modes {
+		if own && m.against == "" {
+			continue
+		}
 		fmt.Fprint(t, m.name)
+		if own && m.against != "" {
+			fmt.Fprint(t, " / ", m.against)
+		}
 		for _, w := range r.loads {
 			fmt.Fprint(t, "\t", cell(r.row(m.name, w.name)))
 		}

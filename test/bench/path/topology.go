@@ -31,7 +31,7 @@ type topology struct {
 }
 
 func buildTopology(ctx context.Context, m mode) (*topology, error) {
-	c, err := cluster.New(ctx, cluster.Config{Label: "bench-path " + m.topology, Wire: true, LogLevel: "warn", AgentArgs: m.agent})
+	c, err := cluster.New(ctx, cluster.Config{Label: "bench-path " + m.topology, Wire: true, LogLevel: "warn", AgentArgs: m.agent, BinDir: m.bin})
 	if err != nil {
 		return nil, err
 	}
