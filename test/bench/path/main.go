@@ -20,6 +20,7 @@ import (
 
 type options struct {
 	repeats   int
+	builds    int
 	family    int
 	cpu       int
 	scale     float64
@@ -31,7 +32,8 @@ type options struct {
 
 func main() {
 	var o options
-	flag.IntVar(&o.repeats, "repeats", 21, "rounds; a round measures every mode and workload once")
+	flag.IntVar(&o.builds, "builds", 3, "how often the topologies are built anew: where their memory lies is worth some per cent")
+	flag.IntVar(&o.repeats, "repeats", 7, "rounds per build; a round measures every mode and workload once")
 	flag.IntVar(&o.family, "family", 4, "4 or 6: addresses of the pods")
 	flag.IntVar(&o.cpu, "cpu", runtime.NumCPU()-1, "CPU that measures")
 	flag.Float64Var(&o.scale, "scale", 1, "length of a measurement, 1 = some 10 ms")
@@ -64,9 +66,9 @@ func choose[T any](what, list string, all []T, name func(T) string) ([]T, error)
 	return out, nil
 }
 
-func run(ctx context.Context, o options) (err error) {
-	if o.family != 4 && o.family != 6 || o.repeats < 1 || o.scale <= 0 {
-		return errors.New("--family is 4 or 6, --repeats at least 1, --scale more than 0")
+func run(ctx context.Context, o options) error {
+	if o.family != 4 && o.family != 6 || o.repeats < 1 || o.builds < 1 || o.scale <= 0 {
+		return errors.New("--family is 4 or 6, --repeats and --builds at least 1, --scale more than 0")
 	}
 	modes, err := choose("mode", o.modes, allModes(), func(m mode) string { return m.name })
 	if err != nil {
@@ -79,6 +81,22 @@ func run(ctx context.Context, o options) (err error) {
 	if o.compare != "" {
 		modes = append(modes, others(modes, o.compare)...)
 	}
+	res := newResults(o, modes, loads)
+	for range o.builds {
+		if err := runBuild(ctx, o, modes, loads, res); err != nil {
+			return err
+		}
+	}
+	res.finish()
+	res.print(os.Stdout)
+	if o.json != "" {
+		return res.write(o.json)
+	}
+	return nil
+}
+
+// runBuild measures all rounds of one build.
+func runBuild(ctx context.Context, o options, modes []mode, loads []workload, res *results) (err error) {
 	b := &bench{o: o, tops: map[string]*topology{}}
 	defer func() { err = errors.Join(err, b.close()) }()
 	for _, m := range modes {
@@ -95,18 +113,12 @@ func run(ctx context.Context, o options) (err error) {
 			return fmt.Errorf("%s: %w", m.topology, err)
 		}
 	}
-	res := newResults(o, modes, loads)
 	for round := range o.repeats {
 		for _, w := range loads {
 			if err := b.round(ctx, round, modes, w, res); err != nil {
 				return err
 			}
 		}
-	}
-	res.finish()
-	res.print(os.Stdout)
-	if o.json != "" {
-		return res.write(o.json)
 	}
 	return nil
 }

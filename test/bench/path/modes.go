@@ -113,9 +113,10 @@ func (b *bench) measure(ctx context.Context, m mode, w workload) (s sample, err 
 	if err != nil {
 		return s, err
 	}
+	count := max(1, int(float64(w.count)*b.o.scale))
 	cmd := exec.CommandContext(ctx, filepath.Join(bin, "pw-path-core"), w.name,
 		t.pods["client"].Path(), t.pods[m.server].Path(), target.String(), strconv.Itoa(port),
-		strconv.Itoa(listenPort), strconv.Itoa(b.o.cpu), strconv.Itoa(max(1, int(float64(w.count)*b.o.scale))))
+		strconv.Itoa(listenPort), strconv.Itoa(t.ports(count)), strconv.Itoa(b.o.cpu), strconv.Itoa(count))
 	var stderr strings.Builder
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()

@@ -18,6 +18,7 @@ type results struct {
 	Kernel   string    `json:"kernel"`
 	CPUs     int       `json:"cpus"`
 	Family   int       `json:"family"`
+	Builds   int       `json:"builds"`
 	Repeats  int       `json:"repeats"`
 	Time     time.Time `json:"time"`
 	Repeated int       `json:"repeated"` // rounds measured again
@@ -50,7 +51,7 @@ type spread struct {
 }
 
 func newResults(o options, modes []mode, loads []workload) *results {
-	r := &results{Kernel: kernelRelease(), CPUs: runtime.NumCPU(), Family: o.family, Repeats: o.repeats, Time: time.Now().UTC(), modes: modes, loads: loads}
+	r := &results{Kernel: kernelRelease(), CPUs: runtime.NumCPU(), Family: o.family, Builds: o.builds, Repeats: o.repeats, Time: time.Now().UTC(), modes: modes, loads: loads}
 	for _, w := range loads {
 		for _, m := range modes {
 			r.Rows = append(r.Rows, &row{Mode: m.name, Workload: w.name, Unit: w.unit, Against: m.against})
@@ -66,6 +67,8 @@ func kernelRelease() string {
 	}
 	return unix.ByteSliceToString(u.Release[:])
 }
+
+func (r *results) rounds() int { return len(r.loads) * r.Builds * r.Repeats }
 
 func (r *results) unsteady(counted bool) {
 	if counted {
@@ -132,13 +135,13 @@ func (r *results) finish() {
 }
 
 func (r *results) print(out io.Writer) {
-	fmt.Fprintf(out, "IPv%d, kernel %s, %d CPUs, %d rounds. Ratios, lower is better: median [quartiles] of the rounds.\n\n", r.Family, r.Kernel, r.CPUs, r.Repeats)
+	fmt.Fprintf(out, "IPv%d, kernel %s, %d CPUs, %d builds of %d rounds. Ratios, lower is better: median [quartiles] of the rounds.\n\n", r.Family, r.Kernel, r.CPUs, r.Builds, r.Repeats)
 	r.table(out, "to "+baseline+" = 1.00", false, func(w *row) string { return w.Ratio.String() })
 	r.table(out, "to the same job", true, func(w *row) string { return w.OwnRatio.String() })
 	r.table(out, "medians (min - max)", false, func(w *row) string { return fmt.Sprintf("%.0f (%.0f - %.0f)", w.Median, w.Min, w.Max) })
 	fmt.Fprintf(out, "%d rounds measured again because the machine's pace changed.\n", r.Repeated)
-	if r.Unsteady > len(r.loads)*r.Repeats/4 {
-		fmt.Fprintf(out, "In %d rounds of %d it never held: a busy machine; run it again.\n", r.Unsteady, len(r.loads)*r.Repeats)
+	if r.Unsteady > r.rounds()/4 {
+		fmt.Fprintf(out, "In %d rounds of %d it never held: a busy machine; run it again.\n", r.Unsteady, r.rounds())
 	}
 }
 

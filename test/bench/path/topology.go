@@ -28,6 +28,7 @@ type topology struct {
 	objs     map[string]*corev1.Pod
 	services map[string]*corev1.Service
 	maps     map[string]maps.Set // by node, of agents
+	port     int                 // the client's next
 }
 
 func buildTopology(ctx context.Context, m mode) (*topology, error) {
@@ -144,4 +145,22 @@ func (t *topology) target(m mode, family int) (netip.Addr, int) {
 		}
 	}
 	return netip.Addr{}, 0 // the manifests have both
+}
+
+// Ports that the client binds to: all above the servers'.
+const (
+	minPort = 10000
+	maxPort = 65535
+	warmUp  = 50 // connections of pw-path-core before those that count
+)
+
+// ports are the first of as many ports as a measurement needs. They come in
+// turn, so that none is used again while its last connection lingers.
+func (t *topology) ports(count int) int {
+	if t.port < minPort || t.port+count+warmUp > maxPort {
+		t.port = minPort
+	}
+	first := t.port
+	t.port += count + warmUp
+	return first
 }
