@@ -95,6 +95,9 @@ func run(ctx context.Context, o options) error {
 	return nil
 }
 
+// bringUp is how long a topology may take on a machine that is busy.
+const bringUp = 3 * time.Minute
+
 // runBuild measures all rounds of one build.
 func runBuild(ctx context.Context, o options, modes []mode, loads []workload, res *results) (err error) {
 	b := &bench{o: o, tops: map[string]*topology{}}
@@ -103,7 +106,7 @@ func runBuild(ctx context.Context, o options, modes []mode, loads []workload, re
 		if b.tops[m.topology] != nil {
 			continue
 		}
-		up, cancel := context.WithTimeout(ctx, time.Minute)
+		up, cancel := context.WithTimeout(ctx, bringUp)
 		t, err := buildTopology(up, m)
 		cancel()
 		if t != nil {
