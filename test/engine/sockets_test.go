@@ -211,13 +211,13 @@ func transfer(ctx context.Context, t testing.TB, from *cluster.Netns, l net.List
 	}
 }
 
-// datagrams sends datagrams of growing size to an echo and compares each
+// datagrams sends datagrams, from large to small, to an echo and compares each
 // answer.
 func datagrams(t testing.TB, c *net.UDPConn, count, most int) {
 	t.Helper()
 	buf := make([]byte, 64<<10)
 	for i := range count {
-		want := bytesOf(byte(i), 1+i*(most-1)/max(count-1, 1))
+		want := bytesOf(byte(i), most-i*(most-1)/max(count-1, 1))
 		if _, err := c.Write(want); err != nil {
 			t.Errorf("datagram %d: %v", i, err)
 			return

@@ -202,7 +202,7 @@ func (w *world) changes() {
 		} else {
 			w.stopped(flows)
 		}
-		w.matrix()
+		w.amid()
 		if w.Failed() {
 			w.Fatalf("after: %s", step.what)
 		}

@@ -3,7 +3,9 @@ package policy
 import (
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"net/netip"
+	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -144,7 +146,16 @@ func (w *world) node() {
 		}
 		w.must(err)
 		defer func() { _, _ = n.Exec(w.ctx, "ip", "addr", "del", a, "dev", dev) }()
-		own = append(own, netip.MustParsePrefix(a).Addr())
+		addr := netip.MustParsePrefix(a).Addr()
+		own = append(own, addr)
+		// The kernel takes an IPv6 address for its own some time later.
+		w.must(cluster.Eventually(w.ctx, func() error {
+			out, err := n.Exec(w.ctx, "ip", "route", "get", addr.String())
+			if err == nil && !strings.HasPrefix(out, "local ") {
+				err = fmt.Errorf("%v is not the node's yet: %s", addr, out)
+			}
+			return err
+		}))
 	}
 	var probes []mesh.Probe
 	for _, key := range []string{"x/a", "x/c", "v/a"} {
