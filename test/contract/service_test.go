@@ -484,6 +484,14 @@ func TestS33ServiceRange(t *testing.T) {
 	w := shared(t)
 	ctx := within(t, 60*time.Second)
 	families(t, func(t *testing.T, v6 bool) {
+		t.Run("outside of all ranges", func(t *testing.T) {
+			// Pods reach it all the same.
+			addr := pick(v6, "10.96.5.5", "fd00:10:96::5")
+			w.put(t, clusterIP("stray", []string{addr}, bothPorts(80)...))
+			w.put(t, endpointSlice("stray", "stray", bothSlicePorts(cluster.ServerPort), ip(w.remote, v6)))
+			w.inForce(t, ctx, "tcp", vip(addr, 80), atAll(v6, w.remote)...)
+			send(t, ctx, w.client.Netns, "tcp", vip(addr, 80))
+		})
 		t.Run("flag", func(t *testing.T) {
 			before := readCounters(t, w.a)
 			silent(t, ctx, w.client.Netns, "udp", vip(pick(v6, "10.98.200.1", "fd00:10:98::c801"), 53))
