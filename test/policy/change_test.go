@@ -117,7 +117,9 @@ func (w *world) dropsMore(n uint64) {
 	w.Helper()
 	start, err := w.dropped()
 	w.must(err)
-	w.must(cluster.Eventually(w.ctx, func() error {
+	ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+	defer cancel()
+	w.must(cluster.Eventually(ctx, func() error {
 		now, err := w.dropped()
 		if err == nil && now-start < n {
 			err = fmt.Errorf("policy dropped %d packets, waiting for %d", now-start, n)
