@@ -102,6 +102,9 @@ static __always_inline int pw_place(struct __sk_buff *skb, const struct pw_place
 		fwd->to.id = 0;
 		return 0;
 	}
+	/* Node to node needs no tunnel, and the answer would not take it. */
+	if (dst->flags & PW_PEER_NODE && from->kind == PW_PLACE_HOST)
+		return pw_route(skb, src, &fwd->dst, fwd);
 	if (dst->node) {
 		/* What came for us is never sent on to a third node. */
 		if (from->kind == PW_PLACE_NODE || from->kind == PW_PLACE_WIRE)
@@ -112,7 +115,7 @@ static __always_inline int pw_place(struct __sk_buff *skb, const struct pw_place
 	}
 	if (dst->flags & PW_PEER_POD)
 		return PW_DROP_NO_NODE;
-	if (from->kind != PW_PLACE_POD)
+	if (from->kind != PW_PLACE_POD && from->kind != PW_PLACE_HOST)
 		return PW_DROP_NO_ROUTE;
 	return pw_route(skb, src, &fwd->dst, fwd);
 }
@@ -126,7 +129,7 @@ static __always_inline int pw_judge(const struct pw_place *from, const struct pw
 				    __u8 proto, const struct pw_target *src,
 				    const struct pw_target *dst, struct pw_flow *fwd)
 {
-	__u32 rule = 0;
+	__u32 rule = 0, in = 0;
 
 	fwd->rule = 0;
 	if (pw_addr_eq(src_addr, &fwd->dst))
@@ -139,13 +142,13 @@ static __always_inline int pw_judge(const struct pw_place *from, const struct pw
 		}
 	}
 	if (fwd->to.kind == PW_PLACE_POD && from->kind != PW_PLACE_HOST) {
-		if (pw_policy_verdict(dst->policy_in, src->identity, proto, fwd->dport, &rule) !=
+		if (pw_policy_verdict(dst->policy_in, src->identity, proto, fwd->dport, &in) !=
 		    PW_VERDICT_ALLOW) {
-			fwd->rule = rule;
+			fwd->rule = in;
 			return PW_DROP_POLICY_INGRESS;
 		}
 	}
-	fwd->rule = rule;
+	fwd->rule = in ?: rule;
 	return 0;
 }
 
@@ -238,6 +241,13 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	if (err)
 		return err;
 	pw_resolve(&s->fwd.dst, &s->dst);
+	/*
+	 * The host calls itself: under the service's address, so that the
+	 * answer leaves by the tunnel's device and is translated there.
+	 */
+	if (p->from.kind == PW_PLACE_HOST && s->fwd.flags & PW_F_XLATE &&
+	    s->dst.flags & PW_PEER_HOST)
+		s->fwd.src = p->key.dst;
 	/* Nobody but the nodes speaks to a node's tunnel port. */
 	if (p->from.kind == PW_PLACE_POD && p->key.proto == IPPROTO_UDP &&
 	    s->fwd.dport == cfg_vxlan_port && s->dst.flags & (PW_PEER_NODE | PW_PEER_HOST))
@@ -276,6 +286,19 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	return 0;
 }
 
+/* Does a flow's source still live where the flow comes from? */
+static __always_inline int pw_still_there(const struct pw_place *from, __u16 via,
+					  const struct pw_target *src)
+{
+	if (from->kind == PW_PLACE_HOST)
+		return 1;
+	if (from->kind == PW_PLACE_POD)
+		return src->ifindex == from->id;
+	if (from->kind == PW_PLACE_NODE && !via)
+		return !src->ifindex && src->node == from->id;
+	return !src->ifindex && !src->node && !src->flags;
+}
+
 /*
  * A flow one of whose generations moved: verdict and route once more, in the
  * ORIGINAL direction, from whichever entry the packet met. The backend stays.
@@ -288,12 +311,12 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 	struct pw_flow *twin, *orig, *reply;
 	struct pw_flow_key twin_key;
 	struct pw_addr src;
+	__u16 via;
 	int err;
 
 	if (!p || !f || !s)
 		return PW_DROP_HELPER;
-	pw_twin_key(&p->key, f, &twin_key);
-	twin = pw_flow_find(&twin_key);
+	twin = pw_twin_find(&p->key, f, &twin_key);
 	if (!twin)
 		return -1;
 	if (f->flags & PW_F_REPLY) {
@@ -308,10 +331,8 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 	s->fwd = *orig;
 	pw_resolve(&src, &s->src);
 	pw_resolve(&s->fwd.dst, &s->dst);
-	/* Another pod has the address by now: not this flow any more. */
-	if (s->fwd.from.kind == PW_PLACE_POD && s->src.ifindex != s->fwd.from.id)
-		return -1;
-	if (s->fwd.from.kind == PW_PLACE_NODE && s->src.node != s->fwd.from.id)
+	/* Another has the address by now: not this flow any more. */
+	if (!pw_still_there(&s->fwd.from, reply->twin_via, &s->src))
 		return -1;
 	err = pw_place(skb, &s->fwd.from, &src, &s->dst, &s->fwd);
 	if (!err)

@@ -16,6 +16,8 @@
 
 /* How many source ports are tried before a collision is given up. */
 #define PW_PORT_PROBES 32
+/* And how often a reply tuple that others are removing. */
+#define PW_RESERVE_TRIES 3
 
 /*
  * Whose working space: hooks of one CPU do not interleave, but before 6.11
@@ -158,6 +160,25 @@ static __always_inline int pw_flow_load(const struct pw_flow_key *k, struct pw_f
 	return copy->key_hash == pw_key_hash(k);
 }
 
+/*
+ * The entry of the other direction, its key in *twin. Both must name each
+ * other: when a flood has pushed an original out and the initiator got
+ * another backend since, the new flow stands where the old one's would.
+ */
+static __always_inline struct pw_flow *pw_twin_find(const struct pw_flow_key *k,
+						    const struct pw_flow *f,
+						    struct pw_flow_key *twin)
+{
+	struct pw_flow *t;
+
+	pw_twin_key(k, f, twin);
+	t = pw_flow_find(twin);
+	if (!t || !pw_addr_eq(&t->src, &k->dst) || !pw_addr_eq(&t->dst, &k->src) ||
+	    t->sport != k->dport || t->dport != k->sport || t->twin_via != k->via)
+		return NULL;
+	return t;
+}
+
 /* Idle for too long in both directions. */
 __noinline int pw_flow_expired(const struct pw_flow_key *k, const struct pw_flow *f, __u32 who)
 {
@@ -170,8 +191,7 @@ __noinline int pw_flow_expired(const struct pw_flow_key *k, const struct pw_flow
 	timeout = pw_flow_timeout(k->proto, f);
 	if (f->last_seen + timeout > now)
 		return 0;
-	pw_twin_key(k, f, &s->twin);
-	twin = pw_flow_find(&s->twin);
+	twin = pw_twin_find(k, f, &s->twin);
 	return !twin || twin->last_seen + timeout <= now;
 }
 
@@ -182,8 +202,7 @@ __noinline int pw_flow_has_twin(const struct pw_flow_key *k, const struct pw_flo
 
 	if (!k || !f || !s)
 		return 0;
-	pw_twin_key(k, f, &s->twin);
-	return pw_flow_find(&s->twin) != NULL;
+	return pw_twin_find(k, f, &s->twin) != NULL;
 }
 
 /*
@@ -218,8 +237,7 @@ __noinline int pw_flow_claim(const struct pw_flow_key *k, struct pw_flow *f, __u
 	if (!k || !f || !s)
 		return 0;
 	created = f->created;
-	pw_twin_key(k, f, &s->twin);
-	twin = pw_flow_find(&s->twin);
+	twin = pw_twin_find(k, f, &s->twin);
 	orig = f;
 	hash = pw_key_hash(k);
 	if (f->flags & PW_F_REPLY && twin) {
@@ -234,9 +252,10 @@ __noinline int pw_flow_claim(const struct pw_flow_key *k, struct pw_flow *f, __u
 		return 0;
 	}
 	if (orig == f) {
-		if (twin)
+		if (twin) {
 			twin->key_hash = 0;
-		pw_flow_delete(&s->twin);
+			pw_flow_delete(&s->twin);
+		}
 		pw_flow_delete(pw_key_arg(s, k));
 	} else {
 		f->key_hash = 0;
@@ -304,8 +323,7 @@ __noinline int pw_flow_tcp(const struct pw_flow_key *k, struct pw_flow *f, __u8 
 	if ((f->tcp & bits) == bits)
 		return 0;
 	f->tcp |= bits;
-	pw_twin_key(k, f, &twin_key);
-	twin = pw_flow_find(&twin_key);
+	twin = pw_twin_find(k, f, &twin_key);
 	if (twin)
 		twin->tcp |= bits;
 	return 0;
@@ -320,8 +338,7 @@ __noinline int pw_flow_replied(const struct pw_flow_key *k, struct pw_flow *f)
 	if (!k || !f)
 		return 0;
 	f->flags |= PW_F_REPLIED;
-	pw_twin_key(k, f, &twin_key);
-	twin = bpf_map_lookup_elem(&pw_flows_new, &twin_key);
+	twin = pw_twin_find(k, f, &twin_key);
 	if (twin)
 		twin->flags |= PW_F_REPLIED;
 	return 0;
@@ -489,6 +506,38 @@ __noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_ke
 }
 
 /*
+ * The reply entry: whose is it? Another CPU's that creates this very flow,
+ * or what a flood has left of an earlier one of the same tuple; either way it
+ * is ours now, with nothing of the past but its birth, which twins share.
+ * Returns enum pw_insert, PW_EXISTS for another flow's.
+ */
+static __always_inline int pw_flow_reserve(struct pw_scratch *s, int *ours)
+{
+	struct pw_flow *other = NULL;
+	int i, err = PW_NO_ROOM;
+
+	*ours = 0;
+	for (i = 0; i < PW_RESERVE_TRIES && !other; i++) {
+		err = pw_flow_insert(&s->rev_key, &s->rev);
+		if (err != PW_EXISTS) {
+			*ours = err == PW_INSERTED;
+			return err;
+		}
+		/* None: it was there, and is being removed by another CPU. */
+		other = pw_flow_find(&s->rev_key);
+	}
+	if (!other)
+		return PW_NO_ROOM;
+	if (!pw_same_origin(other, &s->rev))
+		return PW_EXISTS;
+	s->fwd.created = s->rev.created = other->created;
+	if (!(other->flags & PW_F_CONFIRMED) &&
+	    bpf_map_update_elem(&pw_flows_new, &s->rev_key, &s->rev, BPF_ANY))
+		return PW_NO_ROOM;
+	return PW_INSERTED;
+}
+
+/*
  * Writes both entries of a new flow: the scratch's fwd under key, rev under
  * rev_key. The insert of the forward entry decides between two CPUs that
  * create the same flow; the loser takes its reply entry back. Returns the
@@ -504,21 +553,16 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 		return PW_DROP_FLOW_INSERT;
 	s->fwd.key_hash = pw_key_hash(key);
 	s->rev.key_hash = pw_key_hash(&s->rev_key);
-	err = pw_flow_insert(&s->rev_key, &s->rev);
+	err = pw_flow_reserve(s, &ours);
 	if (err == PW_NO_ROOM)
 		return PW_DROP_FLOW_INSERT;
-	ours = err == PW_INSERTED;
-	if (!ours) {
-		other = pw_flow_find(&s->rev_key);
-		/* Not a collision if another CPU creates this very flow. */
-		if (!other || !pw_same_origin(other, &s->rev)) {
-			s->rev.flags |= PW_F_XLATE;
-			err = pw_flow_other_port(skb, key);
-			if (err)
-				return err;
-			ours = 1;
-			result = PW_FLOW_PORT_CHANGED;
-		}
+	if (err == PW_EXISTS) {
+		s->rev.flags |= PW_F_XLATE;
+		err = pw_flow_other_port(skb, key);
+		if (err)
+			return err;
+		ours = 1;
+		result = PW_FLOW_PORT_CHANGED;
 	}
 	err = pw_flow_insert(key, &s->fwd);
 	if (err == PW_INSERTED)

@@ -83,6 +83,8 @@ __noinline int pw_icmp_error(struct __sk_buff *skb, struct pw_pkt *p)
 	err = pw_embedded(skb, p->l4 + sizeof(struct pw_icmphdr), p->v6, &s->embedded);
 	if (err)
 		return err;
+	/* From outside the cluster: of the flows that entered by the same node. */
+	s->embedded.via = p->key.via;
 	/* It must go to who sent the packet it quotes. */
 	if (!pw_addr_eq(&s->embedded.dst, &p->key.dst))
 		return PW_DROP_ICMP_UNRELATED;

@@ -39,6 +39,11 @@ var sharedWorld struct {
 }
 
 func TestMain(m *testing.M) {
+	// However long it takes; the cases are bounded, and find it done.
+	if err := cluster.Build(context.Background()); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
 	code := m.Run()
 	if w := sharedWorld.w; w != nil {
 		if err := w.Close(); err != nil {
@@ -55,9 +60,6 @@ func shared(t *testing.T) *world {
 	sharedWorld.once.Do(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), 90*time.Second)
 		defer cancel()
-		if sharedWorld.err = cluster.Build(ctx); sharedWorld.err != nil {
-			return
-		}
 		w := &world{}
 		if w.Cluster, sharedWorld.err = cluster.New(ctx, cluster.Config{Label: "contract"}); sharedWorld.err != nil {
 			return
@@ -158,7 +160,7 @@ func protos() []string { return []string{"tcp", "udp"} }
 // send has a namespace call a target; every call must succeed.
 func send(t *testing.T, ctx context.Context, from *cluster.Netns, proto, target string, options ...string) *probe.Summary {
 	t.Helper()
-	s, err := from.Send(ctx, target, append([]string{"-proto", proto, "-timeout", "10s"}, options...)...)
+	s, err := from.Send(ctx, target, append([]string{"-proto", proto, "-timeout", "5s"}, options...)...)
 	ok(t, err)
 	if s.OK != s.Attempts || s.OK == 0 {
 		t.Fatalf("%s %s from %s: %d of %d succeeded, failed %v, first %+v", proto, target, from.Name, s.OK, s.Attempts, s.Failed, s.Failure)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"path/filepath"
 	"strings"
 	"syscall"
 
@@ -36,3 +37,6 @@ func pause(ctx context.Context, s *cluster.Stream) error {
 }
 
 func resume(s *cluster.Stream) error { return s.Signal(syscall.SIGCONT) }
+
+// removeRaw removes a file that was written as it is.
+func (w *world) removeRaw(name string) error { return os.Remove(filepath.Join(w.Manifests.Dir, name)) }

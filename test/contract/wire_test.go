@@ -113,12 +113,12 @@ func (w *world) tunnelled(t *testing.T, proto string, v6 bool) {
 // traffic sums what passed a pod's interface.
 type traffic struct{ packets, bytes int }
 
-// flows counts TCP and UDP packets with payload, per direction as seen from
-// the captured device.
-func flows(c *cluster.Capture, proto uint8) (out, in traffic) {
+// flows counts a pod's TCP or UDP packets with payload, per direction as
+// seen from the captured device.
+func flows(c *cluster.Capture, pod *cluster.Pod, proto uint8) (out, in traffic) {
 	for _, p := range c.Packets() {
 		l := p.Last()
-		if l == nil || l.Proto != proto || len(l.Payload) == 0 {
+		if l == nil || l.Proto != proto || len(l.Payload) == 0 || !slices.Contains(pod.Addrs, l.Src) && !slices.Contains(pod.Addrs, l.Dst) {
 			continue
 		}
 		d := &in
@@ -135,14 +135,16 @@ func flows(c *cluster.Capture, proto uint8) (out, in traffic) {
 // has arrived. Bytes of TCP are compared, for a device may cut or join
 // segments; a segment sent twice has to arrive twice. So a retransmission of
 // what was never lost (a busy machine) is told from a loss.
-func lossless(ctx context.Context, client *cluster.Capture, peers ...*cluster.Capture) error {
+func (w *world) lossless(ctx context.Context, client *cluster.Capture, peers ...*cluster.Capture) error {
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
 	return cluster.Eventually(ctx, func() error {
 		var errs []error
 		for _, proto := range []uint8{6, 17} {
-			out, in := flows(client, proto)
+			out, in := flows(client, w.client, proto)
 			var theirs, got traffic
 			for _, c := range peers {
-				o, i := flows(c, proto)
+				o, i := flows(c, w.client, proto)
 				theirs.packets, theirs.bytes = theirs.packets+o.packets, theirs.bytes+o.bytes
 				got.packets, got.bytes = got.packets+i.packets, got.bytes+i.bytes
 			}
@@ -204,7 +206,7 @@ func (w *world) bulk(t *testing.T, v6, receive, segmented bool) {
 	if want := uint32(map[bool]int{false: 1450 - 20 - 32, true: 1450 - 40 - 32}[v6]); r.MSS != want {
 		t.Errorf("segments of %d bytes, want %d", r.MSS, want)
 	}
-	if err := lossless(ctx, mine, theirs); err != nil {
+	if err := w.lossless(ctx, mine, theirs); err != nil {
 		t.Errorf("lost (%d retransmitted by the client): %v", r.Retransmits, err)
 	}
 	w.closingPing(t, ctx, tap)

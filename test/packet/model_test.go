@@ -1,0 +1,618 @@
+package packet
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/podweir/podweir/internal/bpf"
+	pwmaps "github.com/podweir/podweir/internal/maps"
+)
+
+// The rules of the flow engine, as docs/architecture.md has them, in the
+// plainest form: a flow is one object, a table is a list of flows. Nothing
+// here races, nothing is recycled, and time is a number that is handed in.
+
+// Directions of a flow.
+const (
+	orig  = 0
+	reply = 1
+)
+
+type mflow struct {
+	key, back      flowKey // the tuples of the two directions as they arrive
+	have           [2]bool // the entry of that direction is in the tables
+	from, to, home place   // where it starts, where it goes, where answers go
+	mac, homeMAC   [6]byte // of deliveries to pods
+	hop, homeHop   addr    // of the ways out
+	src, dst       pwmaps.GenRef
+	seen           [2]uint64 // per entry
+	created        uint64
+
+	xlate, midstream, replied, confirmed bool
+	fin                                  [2]bool
+	rst                                  bool
+	denied                               reason
+	rule, service                        uint32
+}
+
+// packet is one packet at one hook.
+type packet struct {
+	hook  hook
+	dev   uint32 // it is seen on
+	from  place
+	key   flowKey
+	flags uint8 // TCP
+	ttl   uint8
+	quote *flowKey // an ICMP error: the tuple of the packet it quotes
+	decap bool     // behind a tunnel header that we may take off
+}
+
+// choice is what the rules leave open.
+type choice struct {
+	backend netip.AddrPort
+	port    uint16
+}
+
+// outcome is what the rules say of one packet.
+type outcome struct {
+	end    reason
+	engine map[reason]uint64
+	// If it is sent on: as what, and to whom.
+	src, dst netip.AddrPort
+	to       place
+	mac      [6]byte
+}
+
+type timeouts struct {
+	tcpNew, tcpEstablished, tcpHalfClosed, tcpClosed, udpNew, udpStream, icmp, other uint64
+}
+
+type model struct {
+	*cluster
+	limits   timeouts
+	now      uint64
+	flows    []*mflow
+	left     map[flowKey]pwmaps.Flow // what promotion left in pw_flows_new
+	room     int                     // entries that fit pw_flows
+	roomNew  int                     // and pw_flows_new, 0 = it makes room
+	overlaid bool                    // nodes have tunnel headers
+}
+
+func (m *model) find(k flowKey) (*mflow, int) {
+	for _, f := range m.flows {
+		if f.have[orig] && f.key == k {
+			return f, orig
+		}
+		if f.have[reply] && f.back == k {
+			return f, reply
+		}
+	}
+	return nil, 0
+}
+
+// end removes what there is of a flow.
+func (m *model) end(f *mflow) {
+	m.flows = slices.DeleteFunc(m.flows, func(o *mflow) bool { return o == f })
+	if f.confirmed {
+		delete(m.left, f.key)
+		delete(m.left, f.back)
+	}
+}
+
+func (f *mflow) closed() bool { return f.rst || f.fin[orig] && f.fin[reply] }
+
+func (m *model) timeout(f *mflow) uint64 {
+	l := &m.limits
+	switch f.key.Proto {
+	case pwmaps.ProtoTCP:
+		switch {
+		case f.closed():
+			return l.tcpClosed
+		case f.fin[orig] || f.fin[reply]:
+			return l.tcpHalfClosed
+		case f.confirmed || f.midstream:
+			return l.tcpEstablished
+		}
+		return l.tcpNew
+	case pwmaps.ProtoUDP:
+		if f.confirmed {
+			return l.udpStream
+		}
+		return l.udpNew
+	case protoICMP, protoICMP6:
+		return l.icmp
+	}
+	return l.other
+}
+
+func (m *model) idle(f *mflow, dir int) bool {
+	return !f.have[dir] || f.seen[dir]+m.timeout(f) <= m.now
+}
+
+// expired: idle for too long in both directions.
+func (m *model) expired(f *mflow) bool { return m.idle(f, orig) && m.idle(f, reply) }
+
+func (m *model) fresh(f *mflow) bool {
+	return m.gens[f.src.Slot] == f.src.Gen && m.gens[f.dst.Slot] == f.dst.Gen
+}
+
+// half: the entry that answers this one was pushed out. Answers that are
+// still known go on.
+func (f *mflow) half(dir int) bool { return dir == orig && !f.have[reply] && !f.confirmed }
+
+func (f *mflow) rightPlace(dir int, p place) bool {
+	want := f.from
+	if dir == reply {
+		want = f.to
+	}
+	return p == want || p.kind == want.kind && p.kind == bpf.DpPwPlaceKindPW_PLACE_WIRE
+}
+
+func isSYN(p packet) bool {
+	return p.key.Proto == pwmaps.ProtoTCP && p.flags&(syn|ack) == syn
+}
+
+func (m *model) over(f *mflow, dir int, p packet) bool {
+	return isSYN(p) && f.closed() || m.expired(f) || f.half(dir)
+}
+
+// known: its own entry is all that the packet needs.
+func (m *model) known(f *mflow, dir int, p packet) bool {
+	return f != nil && f.denied == 0 && f.rightPlace(dir, p.from) && m.fresh(f) &&
+		!m.idle(f, dir) && !m.over(f, dir, p)
+}
+
+// mayUse: may packets with this source come from there?
+func (c *cluster) mayUse(from place, k flowKey) reason {
+	src := c.resolve(k.Src)
+	ok := src.flags == 0 && src.node == 0 // outside the cluster
+	switch {
+	case from.kind == bpf.DpPwPlaceKindPW_PLACE_HOST:
+		return 0
+	case pwmaps.FromAddr(k.Src).IsMulticast():
+		return badSource
+	case from.kind == bpf.DpPwPlaceKindPW_PLACE_POD:
+		ok = src.dev == from.id
+	case from.kind == bpf.DpPwPlaceKindPW_PLACE_NODE && k.Via == 0:
+		ok = src.node == from.id
+	}
+	if ok {
+		return 0
+	}
+	return spoofedSource
+}
+
+// where a destination is, for packets from there.
+func (c *cluster) where(from place, dst target) (place, reason) {
+	inward := from.kind == bpf.DpPwPlaceKindPW_PLACE_NODE || from.kind == bpf.DpPwPlaceKindPW_PLACE_WIRE
+	switch {
+	case dst.dev != 0:
+		return place{bpf.DpPwPlaceKindPW_PLACE_POD, dst.dev}, 0
+	case dst.flags&pwmaps.PeerLocal != 0:
+		return place{}, bpf.DpPwReasonPW_DROP_NO_ENDPOINT
+	case dst.flags&pwmaps.PeerService != 0:
+		return place{}, bpf.DpPwReasonPW_DROP_NO_SERVICE
+	case dst.flags&pwmaps.PeerHost != 0:
+		return hostPlace(), 0
+	case dst.node != 0 && inward:
+		return place{}, bpf.DpPwReasonPW_DROP_NO_ROUTE
+	case dst.node != 0:
+		return nodePlace(dst.node), 0
+	case dst.flags&pwmaps.PeerPod != 0:
+		return place{}, bpf.DpPwReasonPW_DROP_NO_NODE
+	case from.kind != bpf.DpPwPlaceKindPW_PLACE_POD:
+		return place{}, bpf.DpPwReasonPW_DROP_NO_ROUTE
+	}
+	return c.wire, 0
+}
+
+// judge: the source's egress, then the destination's ingress. The node
+// reaches its pods, a pod itself.
+func (c *cluster) judge(f *mflow) (reason, uint32) {
+	src, dst := c.resolve(f.key.Src), c.resolve(f.back.Src)
+	proto, port, last := f.key.Proto, f.back.Sport, uint32(0)
+	if f.key.Src == f.back.Src {
+		return 0, 0
+	}
+	if f.from.kind == bpf.DpPwPlaceKindPW_PLACE_POD {
+		ok, rule := c.allows(src.tableOut, dst.identity, proto, port)
+		if !ok {
+			return bpf.DpPwReasonPW_DROP_POLICY_EGRESS, rule
+		}
+		last = rule
+	}
+	if f.to.kind == bpf.DpPwPlaceKindPW_PLACE_POD && f.from.kind != bpf.DpPwPlaceKindPW_PLACE_HOST {
+		ok, rule := c.allows(dst.tableIn, src.identity, proto, port)
+		if !ok {
+			return bpf.DpPwReasonPW_DROP_POLICY_INGRESS, rule
+		}
+		if rule != 0 {
+			last = rule
+		}
+	}
+	return 0, last
+}
+
+// aim places and judges the original direction as the cluster is now.
+func (m *model) aim(f *mflow) (why reason, rule uint32) {
+	dst := m.resolve(f.back.Src)
+	f.src, f.dst = m.resolve(f.key.Src).gen, dst.gen
+	old := f.to
+	if f.to, why = m.where(f.from, dst); why != 0 {
+		f.to = old
+		return why, 0
+	}
+	if why, rule = m.judge(f); why != 0 {
+		f.to = old
+		return why, rule
+	}
+	f.mac, f.hop = dst.mac, m.router
+	return 0, rule
+}
+
+// rejudge a flow one of whose generations moved, in its original direction.
+// False if it is not that flow any more: its source lives elsewhere, or half
+// of it is gone.
+func (m *model) rejudge(f *mflow) bool {
+	if !f.have[orig] || !f.have[reply] || m.mayUse(f.from, f.key) != 0 {
+		return false
+	}
+	f.denied, f.rule = m.aim(f)
+	return true
+}
+
+// step says what becomes of a packet, and changes the tables accordingly.
+func (m *model) step(p packet, ch choice) outcome {
+	o := outcome{engine: make(map[reason]uint64)}
+	if _, ours := m.pods[p.key.Dst]; p.hook == fromNetdev && !p.decap && !ours {
+		o.end = passed
+		return o
+	}
+	if p.quote != nil {
+		return m.icmpError(p, o)
+	}
+	f, dir := m.find(p.key)
+	known := m.known(f, dir, p)
+	if f != nil {
+		over := false
+		switch {
+		case !f.rightPlace(dir, p.from):
+			if o.end = m.mayUse(p.from, p.key); o.end == spoofedSource {
+				o.end = spoofedFlow
+			}
+			if o.end != 0 {
+				return o
+			}
+			over = true
+		case m.over(f, dir, p):
+			over = true
+		case !m.fresh(f):
+			o.engine[stale]++
+			over = !m.rejudge(f)
+		}
+		if !over && f.denied != 0 {
+			o.end = f.denied
+			return o
+		}
+		if !over {
+			m.touch(f, dir, p, o)
+			return m.deliver(f, dir, p, o, known)
+		}
+		m.end(f)
+		o.engine[takenOver]++
+	}
+	return m.first(p, ch, o)
+}
+
+// first is a packet of no known flow.
+func (m *model) first(p packet, ch choice, o outcome) outcome {
+	o.engine[miss]++
+	if o.end = m.mayUse(p.from, p.key); o.end != 0 {
+		return o
+	}
+	if pwmaps.FromAddr(p.key.Dst).IsMulticast() {
+		o.end = bpf.DpPwReasonPW_DROP_MULTICAST
+		return o
+	}
+	f := &mflow{key: p.key, back: p.key, from: p.from, home: p.from, seen: [2]uint64{m.now, m.now}, created: m.now}
+	f.back.Src, f.back.Sport, f.back.Dst, f.back.Dport, f.back.Via = p.key.Dst, p.key.Dport, p.key.Src, p.key.Sport, 0
+	if why := m.translate(f, ch); why != 0 {
+		o.end = why
+		return o
+	}
+	dst := m.resolve(f.back.Src)
+	if f.key.Proto == pwmaps.ProtoUDP && f.back.Sport == 4789 && p.from.kind == bpf.DpPwPlaceKindPW_PLACE_POD &&
+		dst.flags&(pwmaps.PeerNode|pwmaps.PeerHost) != 0 {
+		o.end = bpf.DpPwReasonPW_DROP_POD_VXLAN
+		return o
+	}
+	if o.end, f.rule = m.aim(f); o.end != 0 {
+		return o
+	}
+	f.homeMAC = m.resolve(f.key.Src).mac
+	if f.home.kind == bpf.DpPwPlaceKindPW_PLACE_WIRE {
+		f.home, f.homeHop = m.wire, m.router
+	}
+	if f.key.Proto == pwmaps.ProtoTCP {
+		if p.flags&rst != 0 || p.flags&(syn|ack) == syn|ack {
+			return m.deliver(f, orig, p, o, false)
+		}
+		if p.flags&syn == 0 {
+			f.midstream = true
+			o.engine[midstream]++
+		}
+	}
+	if o.end = m.create(f, ch, o); o.end != 0 {
+		return o
+	}
+	return m.deliver(f, orig, p, o, false)
+}
+
+// translate: services, for what starts on this node.
+func (m *model) translate(f *mflow, ch choice) reason {
+	if f.from.kind != bpf.DpPwPlaceKindPW_PLACE_POD && f.from.kind != bpf.DpPwPlaceKindPW_PLACE_HOST {
+		return 0
+	}
+	svc, all := m.choices(f.key)
+	switch {
+	case svc == nil:
+		if _, owned := m.services[pwmaps.ServiceKey{Addr: f.key.Dst}]; owned {
+			return bpf.DpPwReasonPW_DROP_NO_SERVICE_PORT
+		}
+		return 0
+	case len(all) == 0:
+		return bpf.DpPwReasonPW_DROP_NO_BACKEND
+	case !slices.Contains(all, ch.backend):
+		return badChoice
+	}
+	f.back.Src, f.back.Sport = pwmaps.ToAddr(ch.backend.Addr()), ch.backend.Port()
+	f.service, f.xlate = svc.Id, true
+	return 0
+}
+
+// badChoice is no reason of the datapath's: it chose what the rules forbid.
+const badChoice = reason(0xff)
+
+// create: an outlived flow makes room for the reply tuple, what was left of
+// this very flow is replaced, and a live flow of others makes this one take
+// another source port.
+func (m *model) create(f *mflow, ch choice, o outcome) reason {
+	result, replaced := created, false
+	if other, _ := m.find(f.back); other != nil {
+		switch {
+		case m.expired(other):
+			m.end(other)
+		case other.back == f.back && other.key == f.key:
+			f.created, replaced = other.created, true
+			m.end(other)
+		case f.key.Proto != pwmaps.ProtoTCP && f.key.Proto != pwmaps.ProtoUDP:
+			return bpf.DpPwReasonPW_DROP_FLOW_COLLISION
+		default:
+			if m.roomNew != 0 && m.countNew()+2 > m.roomNew {
+				return flowInsert
+			}
+			f.back.Dport = ch.port
+			taken, _ := m.find(f.back)
+			if ch.port < 1024 || ch.port > 29999 || taken != nil && !m.expired(taken) {
+				return badChoice
+			}
+			if taken != nil {
+				m.end(taken)
+			}
+			f.xlate = true
+			result = portChanged
+		}
+	}
+	f.have = [2]bool{true, true}
+	if m.roomNew != 0 && m.countNew()+2 > m.roomNew {
+		if f.have[orig] = false; replaced {
+			m.flows = append(m.flows, f)
+		}
+		return flowInsert
+	}
+	m.flows = append(m.flows, f)
+	o.engine[result]++
+	return 0
+}
+
+func (m *model) countNew() int {
+	n := len(m.left)
+	for _, f := range m.flows {
+		if !f.confirmed {
+			n += count(f)
+		}
+	}
+	return n
+}
+
+func count(f *mflow) (n int) {
+	for _, have := range f.have {
+		if have {
+			n++
+		}
+	}
+	return n
+}
+
+// touch is the bookkeeping of a known flow's packet.
+func (m *model) touch(f *mflow, dir int, p packet, o outcome) {
+	f.seen[dir] = m.now
+	if p.key.Proto == pwmaps.ProtoTCP {
+		f.rst = f.rst || p.flags&rst != 0
+		f.fin[dir] = f.fin[dir] || p.flags&fin != 0
+	}
+	if f.confirmed {
+		o.engine[hit]++
+		return
+	}
+	o.engine[hitNew]++
+	if dir == reply {
+		f.replied = true
+		return
+	}
+	heard := p.key.Proto != protoICMP && p.key.Proto != protoICMP6
+	if p.key.Proto == pwmaps.ProtoTCP {
+		heard = p.flags&(ack|syn|rst|fin) == ack
+	}
+	if !f.replied || !heard {
+		return
+	}
+	used := 0
+	for _, other := range m.flows {
+		if other.confirmed {
+			used += count(other)
+		}
+	}
+	if used+2 > m.room {
+		o.engine[tableFull]++
+		return
+	}
+	o.engine[confirmed]++
+	m.left[f.key], m.left[f.back] = f.entry(orig), f.entry(reply)
+	f.confirmed = true
+}
+
+// deliver carries out what the entry of that direction says.
+func (m *model) deliver(f *mflow, dir int, p packet, o outcome, known bool) outcome {
+	e := f.entry(dir)
+	o.src, o.dst = ap(pwmaps.FromAddr(e.Src), e.Sport), ap(pwmaps.FromAddr(e.Dst), e.Dport)
+	o.to, o.mac = at(e.To), e.Mac
+	if p.quote != nil {
+		o.src, o.dst = ap(pwmaps.FromAddr(p.key.Src), 0), ap(pwmaps.FromAddr(p.key.Dst), 0)
+	}
+	ingress := p.hook != toPod && p.hook != toOverlay
+	switch {
+	case ingress && o.to.kind != bpf.DpPwPlaceKindPW_PLACE_HOST && p.ttl <= 1:
+		o.end = bpf.DpPwReasonPW_DROP_TTL
+		return o
+	case f.xlate && p.key.Proto == pwmaps.ProtoSCTP && f.key.Dport != f.back.Sport:
+		o.end = bpf.DpPwReasonPW_DROP_SCTP_PORT
+		return o
+	}
+	switch o.to.kind {
+	case bpf.DpPwPlaceKindPW_PLACE_POD:
+		o.end = fwdLocal
+		if p.decap {
+			o.end = fwdDecap
+		}
+		if p.hook == toPod && p.dev != o.to.id {
+			o.end = bpf.DpPwReasonPW_DROP_NO_ROUTE
+		}
+	case bpf.DpPwPlaceKindPW_PLACE_NODE:
+		o.end = fwdTunnel
+		if known && p.hook == fromPod && m.overlaid {
+			o.end = fwdEncap
+		}
+	case bpf.DpPwPlaceKindPW_PLACE_WIRE:
+		o.end = fwdWire
+	default:
+		o.end = fwdHost
+		if !ingress {
+			o.end = bpf.DpPwReasonPW_DROP_NO_ROUTE
+		}
+	}
+	return o
+}
+
+// icmpError goes where the flow of the packet it quotes goes.
+func (m *model) icmpError(p packet, o outcome) outcome {
+	host := p.from.kind == bpf.DpPwPlaceKindPW_PLACE_HOST
+	k := flowKey{
+		Src: p.quote.Dst, Dst: p.quote.Src, Sport: p.quote.Dport, Dport: p.quote.Sport,
+		Proto: p.quote.Proto, Via: p.key.Via,
+	}
+	f, dir := m.find(k)
+	o.end = m.mayUse(p.from, p.key)
+	switch {
+	case o.end != 0:
+	case k.Dst != p.key.Dst, f == nil, m.expired(f), !m.fresh(f), !host && !f.rightPlace(dir, p.from):
+		o.end = unrelated
+		if host {
+			o.end = passed // the node's own word to its own pods
+		}
+	case f.denied != 0:
+		o.end = f.denied
+	case f.xlate:
+		o.end = translated
+	default:
+		return m.deliver(f, dir, p, o, false)
+	}
+	return o
+}
+
+// takesDecap: does the device's hook take the tunnel header off itself?
+func (m *model) takesDecap(p packet) bool {
+	f, dir := m.find(p.key)
+	if p.quote != nil || p.key.Via != 0 || p.ttl <= 1 || !m.known(f, dir, p) {
+		return false
+	}
+	return at(f.entry(dir).To).kind == bpf.DpPwPlaceKindPW_PLACE_POD
+}
+
+// sweep removes outlived flows, and what promotion left behind.
+func (m *model) sweep(keys []flowKey) (removed int) {
+	for _, k := range keys {
+		f, _ := m.find(k)
+		if f == nil {
+			continue
+		}
+		if f.confirmed {
+			delete(m.left, k)
+		}
+		if m.expired(f) {
+			m.end(f)
+			removed++
+		}
+	}
+	return removed
+}
+
+// entry is the flow's entry of one direction, complete in itself.
+func (f *mflow) entry(dir int) pwmaps.Flow {
+	e := pwmaps.Flow{
+		LastSeen: f.seen[dir], Created: f.created, Verdict: pwmaps.VerdictAllow,
+		Src: f.back.Dst, Dst: f.back.Src, Sport: f.back.Dport, Dport: f.back.Sport,
+		From: pwPlace(f.from), To: pwPlace(f.to), Mac: f.mac, Nexthop: f.hop,
+		SrcGen: f.src, DstGen: f.dst, Service: f.service, Rule: f.rule,
+	}
+	if dir == reply {
+		e.Src, e.Dst, e.Sport, e.Dport = f.key.Dst, f.key.Src, f.key.Dport, f.key.Sport
+		e.From, e.To, e.Mac, e.Nexthop = pwPlace(f.to), pwPlace(f.home), f.homeMAC, f.homeHop
+		e.TwinVia = f.key.Via
+		e.Flags = uint8(flagReply)
+	}
+	if f.denied != 0 {
+		e.Verdict, e.Reason = pwmaps.VerdictDeny, uint8(f.denied)
+	}
+	for flag, set := range map[bpf.DpPwFlowFlags]bool{
+		flagXlate: f.xlate, flagReplied: f.replied, flagMidstream: f.midstream,
+		bpf.DpPwFlowFlagsPW_F_CONFIRMED: f.confirmed,
+	} {
+		if set {
+			e.Flags |= uint8(flag)
+		}
+	}
+	for bit, set := range map[uint8]bool{finOrig: f.fin[orig], finReply: f.fin[reply], tcpRST: f.rst} {
+		if set {
+			e.Tcp |= bit
+		}
+	}
+	return e
+}
+
+func pwPlace(p place) pwmaps.Place { return pwmaps.Place{Id: p.id, Kind: uint8(p.kind)} }
+
+// clone is a copy for trying a choice that cannot be seen from outside.
+func (m *model) clone() *model {
+	out := *m
+	out.flows = make([]*mflow, len(m.flows))
+	for i, f := range m.flows {
+		copied := *f
+		out.flows[i] = &copied
+	}
+	out.left = make(map[flowKey]pwmaps.Flow, len(m.left))
+	for k, e := range m.left {
+		out.left[k] = e
+	}
+	return &out
+}
