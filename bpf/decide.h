@@ -311,7 +311,6 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 	struct pw_flow *twin, *orig, *reply;
 	struct pw_flow_key twin_key;
 	struct pw_addr src;
-	__u16 via;
 	int err;
 
 	if (!p || !f || !s)
