@@ -201,10 +201,11 @@ static __always_inline int pw_flow_whole(const struct pw_flow_key *k, const stru
 	return f->flags & (PW_F_CONFIRMED | PW_F_REPLY) || pw_flow_has_twin(k, f);
 }
 
+/* What promotion left behind goes first: nobody may take it for the flow. */
 static __always_inline void pw_flow_delete(const struct pw_flow_key *k)
 {
-	bpf_map_delete_elem(&pw_flows, k);
 	bpf_map_delete_elem(&pw_flows_new, k);
+	bpf_map_delete_elem(&pw_flows, k);
 }
 
 /*
