@@ -567,7 +567,7 @@ func (e *engine) fail(seq sequence, at int, msg string) {
 
 var (
 	modelSeed  = flag.Uint64("model.seed", 0, "seed of the flow engine's random sequences; 0 = the time")
-	modelCount = flag.Int("model.sequences", 2000, "how many random sequences, per family and table size")
+	modelCount = flag.Int("model.sequences", 1500, "how many random sequences, per family and table size")
 )
 
 // The real programs do what the rules say, packet after packet.

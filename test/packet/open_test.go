@@ -17,7 +17,7 @@ import (
 	pwmaps "github.com/podweir/podweir/internal/maps"
 )
 
-var openCount = flag.Int("open.count", 16000, "how many flows TestParallelOpens opens from two CPUs at once, per family")
+var openCount = flag.Int("open.count", 6000, "how many flows TestParallelOpens opens from two CPUs at once, per family")
 
 // opener has the same tuples opened by two CPUs at the same moments, round
 // after round: on empty tables, over closed flows and over outlived ones.
