@@ -10,13 +10,14 @@ export PATH := $(PATH):/usr/sbin:/sbin
 export PODWEIR_BIN := $(CURDIR)/bin
 
 BPF_SOURCES := $(wildcard bpf/*.c bpf/*.h)
+PATH_CORE := test/bench/path/core/path.c
 GENERATED := internal/bpf/dp_bpfel.go
 CLANG_FORMAT ?= clang-format-19
 PACKAGES ?= ./...
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: deps
 deps: ## installs what is missing (apt, as root)
@@ -38,11 +39,13 @@ build: generate ## builds bin/podweir-agent, bin/podweir-cni, bin/podweir and th
 	@go build -o bin/podweir ./cmd/podweir
 	@go build -o bin/ ./test/tools/pw-server ./test/tools/pw-client
 	@go build -o bin/pw-demo ./test/demo
+	@go build -o bin/pw-bench-path ./test/bench/path
+	@clang-19 -O2 -Wall -Wextra -Werror -static -o bin/pw-path-core $(PATH_CORE)
 
 .PHONY: fmt
 fmt: ## formats Go and C
 	@gofmt -w $$(git ls-files '*.go')
-	@$(CLANG_FORMAT) -i $(BPF_SOURCES)
+	@$(CLANG_FORMAT) -i $(BPF_SOURCES) $(PATH_CORE)
 
 .PHONY: lint lint-gofmt lint-vet lint-clang-format
 lint: lint-gofmt lint-vet lint-clang-format ## checks formats and vets
@@ -55,7 +58,7 @@ lint-vet: generate
 	@go vet ./...
 
 lint-clang-format: | deps
-	@$(CLANG_FORMAT) --dry-run -Werror $(BPF_SOURCES)
+	@$(CLANG_FORMAT) --dry-run -Werror $(BPF_SOURCES) $(PATH_CORE)
 
 .PHONY: test
 test: root deps build ## runs every check and test (as root); PACKAGES=./internal/... for some
@@ -65,6 +68,10 @@ test: root deps build ## runs every check and test (as root); PACKAGES=./interna
 		-check 'go vet=$(MAKE) -s lint-vet' \
 		-check 'clang-format=$(MAKE) -s lint-clang-format' -- \
 		-count=1 -timeout 10m $(PACKAGES)
+
+.PHONY: test-kernels
+test-kernels: root deps generate ## runs the datapath on Linux 6.1 and 6.12 in emulated machines, and here
+	@go test -count=1 -v ./test/kernels
 
 .PHONY: demo
 demo: root deps build ## shows two nodes at work, checks what it shows, cleans up (as root)
@@ -78,6 +85,12 @@ demo-keep: root deps build ## the same, and leaves it up to look around
 demo-down: root ## removes what demo-keep left
 	@if [[ ! -x bin/pw-demo ]]; then $(MAKE) deps build; fi
 	@bin/pw-demo down
+
+BENCH_PATH ?= --json bin/bench-path.json
+
+.PHONY: bench-path
+bench-path: root deps build ## measures the path against plain kernel forwarding (as root); BENCH_PATH='--family 6 ...'
+	@bin/pw-bench-path $(BENCH_PATH)
 
 .PHONY: root
 root:

@@ -78,6 +78,12 @@ static __always_inline int pw_decap(struct __sk_buff *skb, struct pw_pkt *p)
 	p->hook = PW_FROM_NETDEV;
 	if (pw_parse_at(skb, p, PW_HDR_INNER) || p->kind != PW_KIND_FLOW || p->ttl <= 1)
 		return PW_NEXT;
+	/*
+	 * The kernel would still take the packet for a tunnelled one when it
+	 * cuts it into datagrams, and lose them all. TCP does not care.
+	 */
+	if (skb->gso_size && p->key.proto != IPPROTO_TCP)
+		return PW_NEXT;
 	/* The entry node's id would have to be looked up for the key. */
 	if (pw_has_via(skb, PW_HDR_INNER))
 		return PW_NEXT;

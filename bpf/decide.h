@@ -48,8 +48,8 @@ static __always_inline int pw_check_source(struct pw_pkt *p, const struct pw_tar
 }
 
 /* Asks the kernel's routing table where addr is, from a device's view. */
-__noinline int pw_route(struct __sk_buff *skb, const struct pw_addr *src,
-			       const struct pw_addr *dst, struct pw_flow *f)
+__noinline int pw_route(struct __sk_buff *skb, const struct pw_addr *src, const struct pw_addr *dst,
+			struct pw_flow *f)
 {
 	struct bpf_fib_lookup fib = {};
 	int err, i;
@@ -102,6 +102,9 @@ static __always_inline int pw_place(struct __sk_buff *skb, const struct pw_place
 		fwd->to.id = 0;
 		return 0;
 	}
+	/* Node to node needs no tunnel, and the answer would not take it. */
+	if (dst->flags & PW_PEER_NODE && from->kind == PW_PLACE_HOST)
+		return pw_route(skb, src, &fwd->dst, fwd);
 	if (dst->node) {
 		/* What came for us is never sent on to a third node. */
 		if (from->kind == PW_PLACE_NODE || from->kind == PW_PLACE_WIRE)
@@ -112,7 +115,7 @@ static __always_inline int pw_place(struct __sk_buff *skb, const struct pw_place
 	}
 	if (dst->flags & PW_PEER_POD)
 		return PW_DROP_NO_NODE;
-	if (from->kind != PW_PLACE_POD)
+	if (from->kind != PW_PLACE_POD && from->kind != PW_PLACE_HOST)
 		return PW_DROP_NO_ROUTE;
 	return pw_route(skb, src, &fwd->dst, fwd);
 }
@@ -238,6 +241,13 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	if (err)
 		return err;
 	pw_resolve(&s->fwd.dst, &s->dst);
+	/*
+	 * The host calls itself: under the service's address, so that the
+	 * answer leaves by the tunnel's device and is translated there.
+	 */
+	if (p->from.kind == PW_PLACE_HOST && s->fwd.flags & PW_F_XLATE &&
+	    s->dst.flags & PW_PEER_HOST)
+		s->fwd.src = p->key.dst;
 	/* Nobody but the nodes speaks to a node's tunnel port. */
 	if (p->from.kind == PW_PLACE_POD && p->key.proto == IPPROTO_UDP &&
 	    s->fwd.dport == cfg_vxlan_port && s->dst.flags & (PW_PEER_NODE | PW_PEER_HOST))

@@ -130,6 +130,30 @@ static __always_inline int pw_to_wire(struct __sk_buff *skb, struct pw_pkt *p,
 	return pw_send(f->to.id, &f->nexthop);
 }
 
+/*
+ * Up to the stack. A pod's device has no address, and there the kernel's
+ * reverse-path filter wants a source's route to lead back by the device
+ * itself. A service's does not: such answers, and what the host sends to
+ * itself through a service, enter by the tunnel's device, which the service
+ * range is routed to.
+ */
+static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
+				      const struct pw_flow *f)
+{
+	int answer = p->hook == PW_FROM_POD && f->flags & PW_F_REPLY;
+
+	if (!(f->flags & PW_F_XLATE) || (pw_is_ingress(p) && !answer)) {
+		if (!pw_is_ingress(p))
+			return pw_drop(skb, p, PW_DROP_NO_ROUTE);
+		pw_count(PW_FWD_HOST, p->hook, p->v6, skb->len);
+		pw_make_ours(skb);
+		return PW_NEXT;
+	}
+	pw_count(PW_FWD_HOST, p->hook, p->v6, skb->len);
+	skb->mark |= cfg_mark;
+	return bpf_redirect(cfg_overlay_ifindex, BPF_F_INGRESS);
+}
+
 enum pw_act_mode {
 	PW_ACT_KNOWN, /* a packet of a flow in the table */
 	PW_ACT_FIRST, /* one that has just been decided */
@@ -138,8 +162,8 @@ enum pw_act_mode {
 };
 
 /* The stack takes the TTL of what it forwards itself. */
-static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p,
-				  const struct pw_flow *f, enum pw_act_mode mode)
+static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f,
+				  enum pw_act_mode mode)
 {
 	int rewrite = mode != PW_ACT_ERROR;
 	int dec = pw_is_ingress(p) && f->to.kind != PW_PLACE_HOST;
@@ -154,19 +178,13 @@ static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p,
 	}
 	switch (f->to.kind) {
 	case PW_PLACE_POD:
-		return pw_to_pod(skb, p, f,
-				 mode == PW_ACT_DECAP ? PW_FWD_DECAP : PW_FWD_LOCAL);
+		return pw_to_pod(skb, p, f, mode == PW_ACT_DECAP ? PW_FWD_DECAP : PW_FWD_LOCAL);
 	case PW_PLACE_NODE:
 		return pw_to_node(skb, p, f, mode == PW_ACT_KNOWN);
 	case PW_PLACE_WIRE:
 		return pw_to_wire(skb, p, f);
 	case PW_PLACE_HOST:
-		/* What the stack sent can't be handed back to it from here. */
-		if (!pw_is_ingress(p))
-			return pw_drop(skb, p, PW_DROP_NO_ROUTE);
-		pw_make_ours(skb);
-		pw_count(PW_FWD_HOST, p->hook, p->v6, skb->len);
-		return PW_NEXT;
+		return pw_to_host(skb, p, f);
 	}
 	return pw_drop(skb, p, PW_DROP_NO_ROUTE);
 }

@@ -23,7 +23,17 @@
 #define PW_INSERT_TRIES 16
 #define PW_RESERVE_TRIES 3
 
-/* Working space; programs of one CPU do not interleave. */
+/*
+ * Whose working space: hooks of one CPU do not interleave, but before 6.11
+ * one may interrupt a sweep, which is run from a process.
+ */
+enum pw_scratch_of {
+	PW_SCRATCH_PACKET = 0,
+	PW_SCRATCH_SWEEP = 1,
+	PW_SCRATCHES = 2,
+};
+
+/* Working space. */
 struct pw_scratch {
 	struct pw_flow fwd;
 	struct pw_flow rev;
@@ -39,16 +49,19 @@ struct pw_scratch {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
-	__uint(max_entries, 1);
+	__uint(max_entries, PW_SCRATCHES);
 	__type(key, __u32);
 	__type(value, struct pw_scratch);
 } pw_scratch SEC(".maps");
 
+static __always_inline struct pw_scratch *pw_get_scratch_of(__u32 who)
+{
+	return bpf_map_lookup_elem(&pw_scratch, &who);
+}
+
 static __always_inline struct pw_scratch *pw_get_scratch(void)
 {
-	__u32 zero = 0;
-
-	return bpf_map_lookup_elem(&pw_scratch, &zero);
+	return pw_get_scratch_of(PW_SCRATCH_PACKET);
 }
 
 /*
@@ -171,9 +184,9 @@ static __always_inline struct pw_flow *pw_twin_find(const struct pw_flow_key *k,
 }
 
 /* Idle for too long in both directions. */
-__noinline int pw_flow_expired(const struct pw_flow_key *k, const struct pw_flow *f)
+__noinline int pw_flow_expired(const struct pw_flow_key *k, const struct pw_flow *f, __u32 who)
 {
-	struct pw_scratch *s = pw_get_scratch();
+	struct pw_scratch *s = pw_get_scratch_of(who);
 	struct pw_flow *twin;
 	__u64 now = pw_now(), timeout;
 
@@ -219,9 +232,9 @@ static __always_inline void pw_flow_delete(const struct pw_flow_key *k)
  * the tuple up again. The reply entry goes first, so that a flow whose
  * original is gone is gone altogether.
  */
-__noinline int pw_flow_claim(const struct pw_flow_key *k, struct pw_flow *f)
+__noinline int pw_flow_claim(const struct pw_flow_key *k, struct pw_flow *f, __u32 who)
 {
-	struct pw_scratch *s = pw_get_scratch();
+	struct pw_scratch *s = pw_get_scratch_of(who);
 	struct pw_flow *twin, *orig;
 	__u64 created;
 	__u32 hash;
@@ -416,9 +429,9 @@ __noinline int pw_flow_insert(const struct pw_flow_key *k, const struct pw_flow 
 	for (i = 0; i < PW_INSERT_TRIES; i++) {
 		old = pw_flow_find(pw_key_arg(s, k));
 		if (old) {
-			if (!pw_flow_expired(k, old))
+			if (!pw_flow_expired(k, old, PW_SCRATCH_PACKET))
 				return PW_EXISTS;
-			if (!pw_flow_claim(k, old))
+			if (!pw_flow_claim(k, old, PW_SCRATCH_PACKET))
 				continue;
 		}
 		key = pw_key_arg(s, k);
@@ -485,8 +498,7 @@ __noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_ke
 	for (i = 0; i < PW_PORT_PROBES; i++) {
 		/* An odd step visits distinct ports of the range. */
 		port = cfg_port_min + (start + i * 7919) % range;
-		if (s->fwd.from.kind == PW_PLACE_HOST &&
-		    pw_port_in_use(skb, key->proto, port))
+		if (s->fwd.from.kind == PW_PLACE_HOST && pw_port_in_use(skb, key->proto, port))
 			continue;
 		s->rev_key.dport = port;
 		s->rev.key_hash = pw_key_hash(&s->rev_key);

@@ -20,8 +20,8 @@ static __always_inline int pw_is_syn(const struct pw_pkt *p)
 /* All that lets an entry speak for a packet without a second thought. */
 static __always_inline int pw_current(const struct pw_pkt *p, const struct pw_flow *f)
 {
-	return f->verdict == PW_VERDICT_ALLOW && pw_same_place(&f->from, &p->from) &&
-	       pw_fresh(f) && pw_flow_whole(&p->key, f) && !(pw_is_syn(p) && pw_tcp_closed(f->tcp)) &&
+	return f->verdict == PW_VERDICT_ALLOW && pw_same_place(&f->from, &p->from) && pw_fresh(f) &&
+	       pw_flow_whole(&p->key, f) && !(pw_is_syn(p) && pw_tcp_closed(f->tcp)) &&
 	       f->last_seen + pw_flow_timeout(p->key.proto, f) > pw_now();
 }
 
@@ -59,7 +59,7 @@ __noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow
 		if (err)
 			return err == PW_DROP_SPOOFED_SOURCE ? PW_DROP_SPOOFED_FLOW : err;
 	} else if (!(pw_is_syn(p) && pw_tcp_closed(f->tcp)) &&
-		   !pw_flow_expired(&p->key, f) && pw_flow_whole(&p->key, f)) {
+		   !pw_flow_expired(&p->key, f, PW_SCRATCH_PACKET) && pw_flow_whole(&p->key, f)) {
 		err = 0;
 		if (!pw_fresh(f)) {
 			pw_count(PW_FLOW_STALE, p->hook, p->v6, skb->len);
@@ -75,7 +75,7 @@ __noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow
 			return PW_REVIEW_OK;
 		}
 	}
-	if (!pw_flow_claim(&p->key, f))
+	if (!pw_flow_claim(&p->key, f, PW_SCRATCH_PACKET))
 		return PW_REVIEW_AGAIN;
 	pw_count(PW_FLOW_TAKEN_OVER, p->hook, p->v6, skb->len);
 	return PW_REVIEW_FREE;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
  * tc ingress of the node's devices. Most of what arrives is the host's own
- * and is left alone; what is meant for a pod is decided here, because the
- * host's FORWARD chain must have no say in it. VXLAN of known flows is taken
+ * and is left alone, but for answers from services that the host called; what
+ * is meant for a pod is decided here, because the host's FORWARD chain must
+ * have no say in it. VXLAN of known flows is taken
  * apart here; the rest of it is left to the kernel's device, behind which
  * from_overlay decides.
  */
@@ -12,6 +13,14 @@
 static __always_inline int pw_is_vxlan(const struct pw_pkt *p)
 {
 	return p->key.proto == IPPROTO_UDP && p->key.dport == cfg_vxlan_port;
+}
+
+/* The answer of a backend outside the tunnel to a service the host called. */
+static __always_inline int pw_answers_host(const struct pw_pkt *p)
+{
+	struct pw_flow *f = pw_flow_find(&p->key);
+
+	return f && f->to.kind == PW_PLACE_HOST && f->flags & PW_F_XLATE && f->flags & PW_F_REPLY;
 }
 
 SEC("tc")
@@ -38,7 +47,7 @@ int from_netdev(struct __sk_buff *skb)
 	/* Every map would take it for IPv4, and so may whatever comes after. */
 	if (err == PW_DROP_V4_MAPPED)
 		return pw_drop(skb, &p, err);
-	if (!bpf_map_lookup_elem(&pw_endpoints, &p.key.dst))
+	if (!bpf_map_lookup_elem(&pw_endpoints, &p.key.dst) && (err || !pw_answers_host(&p)))
 		return pw_pass(skb, &p);
 	if (err)
 		return pw_drop(skb, &p, err);

@@ -1,13 +1,23 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
-/* tc ingress of podweir.vxlan: what other nodes send through the tunnel. */
+/*
+ * tc ingress of podweir.vxlan: what other nodes send through the tunnel, and
+ * pods' answers from services that the host called.
+ */
 #include "follow.h"
 
 SEC("tc")
 int from_overlay(struct __sk_buff *skb)
 {
 	struct pw_pkt p = { .hook = PW_FROM_OVERLAY };
-	int err = pw_parse(skb, &p), peer;
+	int err, peer;
 
+	/* A pod's answer to the host, see pw_to_host. */
+	if (skb->mark & cfg_mark) {
+		skb->mark &= ~cfg_mark;
+		pw_make_ours(skb);
+		return PW_NEXT;
+	}
+	err = pw_parse(skb, &p);
 	peer = pw_tunnel_source(skb, &p.from);
 	if (peer)
 		return pw_drop(skb, &p, peer);

@@ -89,7 +89,7 @@ __noinline int pw_icmp_error(struct __sk_buff *skb, struct pw_pkt *p)
 	if (!pw_addr_eq(&s->embedded.dst, &p->key.dst))
 		return PW_DROP_ICMP_UNRELATED;
 	f = pw_flow_find(&s->embedded);
-	if (!f || pw_flow_expired(&s->embedded, f))
+	if (!f || pw_flow_expired(&s->embedded, f, PW_SCRATCH_PACKET))
 		return PW_DROP_ICMP_UNRELATED;
 	/* Decided from what has changed: the flow's next packet tells anew. */
 	if (!pw_fresh(f))

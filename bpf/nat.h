@@ -47,7 +47,11 @@ static __always_inline int pw_write_l3(struct __sk_buff *skb, struct pw_pkt *p,
 			__builtin_memcpy(&ip->saddr, f->src.b, 16);
 			__builtin_memcpy(&ip->daddr, f->dst.b, 16);
 		}
-		ip->hop_limit -= dec;
+		/* Nothing in the header makes up for it in a CHECKSUM_COMPLETE. */
+		if (dec) {
+			ip->hop_limit -= 1;
+			bpf_csum_update(skb, (__u16)~bpf_htons(0x0001));
+		}
 	} else {
 		struct iphdr *ip = data + ETH_HLEN;
 		__u64 sum;
@@ -93,14 +97,16 @@ static __always_inline int pw_write_l4(struct __sk_buff *skb, struct pw_pkt *p,
 			return PW_DROP_SCTP_PORT;
 		return 0;
 	}
-	/*
-	 * BPF_F_IPV6 (6.16) would be right for IPv6 on devices that hand up
-	 * CHECKSUM_COMPLETE; older kernels refuse it, and there the sum of
-	 * an IPv6 packet does not change: addresses and checksum cancel.
-	 */
-	if (diff != 0xffff &&
-	    bpf_l4_csum_replace(skb, off, 0, diff, flags | BPF_F_PSEUDO_HDR))
+	if (diff != 0xffff && bpf_l4_csum_replace(skb, off, 0, diff, flags | BPF_F_PSEUDO_HDR))
 		return PW_DROP_HELPER;
+	/*
+	 * That also took the difference out of a CHECKSUM_COMPLETE, which is
+	 * right for IPv4 alone: in an IPv6 packet addresses and checksum
+	 * cancel. BPF_F_IPV6 would say so since 6.16; older kernels refuse
+	 * it, so it is put back.
+	 */
+	if (diff != 0xffff && p->v6)
+		bpf_csum_update(skb, diff);
 	if (sport == f->sport && dport == f->dport)
 		return 0;
 	ports[0] = bpf_htons(f->sport);

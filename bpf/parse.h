@@ -15,6 +15,7 @@
 #include <linux/udp.h>
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
+#include "settings.h"
 #include "types.h"
 
 #define PW_TCP_FIN 0x01
@@ -143,18 +144,52 @@ static __always_inline int pw_addr_is_bad_source(const struct pw_addr *a)
 		return a->b[12] == 0 || a->b[12] == 127 || a->b[12] >= 224;
 	if (a->b[0] == 0xff)
 		return 1;
-	return pw_addr_word(a, 0) == 0 && pw_addr_word(a, 1) == 0 &&
-	       pw_addr_word(a, 2) == 0 && bpf_ntohl(pw_addr_word(a, 3)) <= 1;
+	return pw_addr_word(a, 0) == 0 && pw_addr_word(a, 1) == 0 && pw_addr_word(a, 2) == 0 &&
+	       bpf_ntohl(pw_addr_word(a, 3)) <= 1;
 }
 
-/* Makes the headers linear, so that they can be read and written in place. */
+/* Does a TCP segment without extension headers stand linear at base? */
+static __always_inline int pw_tcp_linear(void *data, void *end, __u32 base)
+{
+	struct ethhdr *eth = data + base;
+	struct ipv6hdr *ip6 = (void *)(eth + 1);
+	struct iphdr *ip = (void *)(eth + 1);
+
+	if ((void *)(ip + 1) > end)
+		return 0;
+	if (eth->h_proto == bpf_htons(ETH_P_IP))
+		return ip->protocol == IPPROTO_TCP &&
+		       (void *)ip + ip->ihl * 4 + sizeof(struct tcphdr) <= end;
+	return eth->h_proto == bpf_htons(ETH_P_IPV6) &&
+	       (void *)(ip6 + 1) + sizeof(struct tcphdr) <= end && ip6->nexthdr == IPPROTO_TCP;
+}
+
+/* The same for one under a VXLAN header of ours. */
+static __always_inline int pw_vxlan_tcp_linear(void *data, void *end)
+{
+	struct iphdr *ip = data + PW_HDR_IP;
+	struct udphdr *udp = data + PW_HDR_UDP;
+	struct ethhdr *eth = data;
+
+	return data + PW_HDR_INNER <= end && eth->h_proto == bpf_htons(ETH_P_IP) &&
+	       ip->version == 4 && ip->ihl == 5 && ip->protocol == IPPROTO_UDP &&
+	       udp->dest == bpf_htons(cfg_vxlan_port) && pw_tcp_linear(data, end, PW_HDR_INNER);
+}
+
+/*
+ * Makes the headers linear, so that they can be read and written in place.
+ * A TCP segment's payload lives in fragments, and the kernel shares it with
+ * the retransmit queue: to pull some of it would copy the packet's head. Its
+ * headers are where they are needed already.
+ */
 static __always_inline void pw_pull(struct __sk_buff *skb)
 {
-	__u32 linear = skb->data_end - skb->data;
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
 	__u32 want = skb->len < PW_PULL ? skb->len : PW_PULL;
 
-	if (linear < want)
-		bpf_skb_pull_data(skb, want);
+	if (end - data >= want || pw_tcp_linear(data, end, 0) || pw_vxlan_tcp_linear(data, end))
+		return;
+	bpf_skb_pull_data(skb, want);
 }
 
 static __always_inline int pw_parse_ports(struct __sk_buff *skb, struct pw_pkt *p, __u32 l4_len)
@@ -177,8 +212,8 @@ static __always_inline int pw_parse_ports(struct __sk_buff *skb, struct pw_pkt *
 		if ((void *)(udp + 1) > end || l4_len < sizeof(*udp))
 			return PW_DROP_MALFORMED;
 		/* Under GSO 0 stands for more than 64 KiB. */
-		if (!skb->gso_size && (bpf_ntohs(udp->len) < sizeof(*udp) ||
-				       bpf_ntohs(udp->len) > l4_len))
+		if (!skb->gso_size &&
+		    (bpf_ntohs(udp->len) < sizeof(*udp) || bpf_ntohs(udp->len) > l4_len))
 			return PW_DROP_MALFORMED;
 		p->headers += sizeof(*udp);
 		p->key.sport = bpf_ntohs(udp->source);
@@ -224,7 +259,8 @@ static __always_inline int pw_parse_icmp(struct __sk_buff *skb, struct pw_pkt *p
 	else if (type < PW_ICMP6_INFO)
 		p->kind = PW_KIND_ICMP_ERROR;
 	else if (((type >= PW_ICMP6_LINK_FIRST && type <= PW_ICMP6_LINK_LAST) ||
-		  type == PW_ICMP6_MLD2) && pw_addr_is_link(&p->key.dst))
+		  type == PW_ICMP6_MLD2) &&
+		 pw_addr_is_link(&p->key.dst))
 		/*
 		 * MLD (RFC 2710, 3810) and neighbour discovery (RFC 4861), on
 		 * the link. To a routed address they are packets like any

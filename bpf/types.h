@@ -15,8 +15,7 @@
 
 #include <linux/types.h>
 
-#define PW_ASSERT_SIZE(type, size) \
-	_Static_assert(sizeof(type) == (size), #type " changed its size")
+#define PW_ASSERT_SIZE(type, size) _Static_assert(sizeof(type) == (size), #type " changed its size")
 
 /* An address of either family. */
 struct pw_addr {

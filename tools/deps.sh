@@ -14,6 +14,11 @@ needs=(
 	"ip iproute2"
 	"tcpdump tcpdump"
 	"ethtool ethtool"
+	"iptables iptables"
+	"ipset ipset"
+	"qemu-system-x86_64 qemu-system-x86"
+	"dpkg-deb dpkg"
+	"xz xz-utils"
 )
 
 PATH=$PATH:/usr/sbin:/sbin

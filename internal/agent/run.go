@@ -174,8 +174,12 @@ func (a *Agent) repair(ctx context.Context, m *endpoint.Manager) error {
 		for _, what := range repaired {
 			a.log.Warn("an endpoint was not as it should be; repaired", "what", what)
 		}
-		if err != nil && ctx.Err() == nil {
-			a.log.Error("endpoints", "error", err)
+		if ctx.Err() == nil {
+			// The loop keeps the list of problems, and logs what is new.
+			_ = a.do(ctx, func() {
+				a.problem("interfaces of pods", "", err)
+				a.publish()
+			})
 		}
 	}
 }

@@ -219,6 +219,12 @@ func (m *Manager) create(ctx context.Context, e *entry, pod *podNetns) (Endpoint
 	if err := configureHost(host, ep, link); err != nil {
 		return ep, err
 	}
+	if err := awaitUp(ctx, m.host, host, ep.HostIfName); err != nil {
+		return ep, err
+	}
+	if err := awaitUp(ctx, pod.ns, pod.h, ep.IfName); err != nil {
+		return ep, errorf(CodeInternal, "in the pod: %w", err)
+	}
 	m.step("configured")
 	if err := ctx.Err(); err != nil {
 		return ep, err // nobody waits for the answer

@@ -19,6 +19,7 @@ type Config struct {
 	ServiceCIDRs []netip.Prefix // default: [DefaultServiceCIDRs]
 	BinDir       string         // podweir-agent, podweir-cni, pw-server, pw-client; default: [BinDir]
 	MTU          int            // of the underlay, default 1500
+	Wire         bool           // two nodes joined by one cable: no Switch, no Ext, no gateway
 	AgentArgs    []string       // added to every agent's command line
 	LogLevel     string         // of the agents, default info
 	Kubeconfig   string         // agents watch an API server instead of Manifests
@@ -123,6 +124,12 @@ func New(ctx context.Context, cfg Config) (_ *Cluster, err error) {
 	if c.Manifests, err = NewManifests(filepath.Join(c.dir(), "manifests")); err != nil {
 		return nil, err
 	}
+	if cfg.Wire {
+		if err := c.makeWire(ctx); err != nil {
+			return nil, err
+		}
+		return c, nil
+	}
 	if err := c.makeSwitch(ctx); err != nil {
 		return nil, err
 	}
@@ -137,8 +144,11 @@ func New(ctx context.Context, cfg Config) (_ *Cluster, err error) {
 		return nil, err
 	}
 	for _, nc := range cfg.Nodes {
-		n, err := c.newNode(ctx, nc, gateways)
+		n, err := c.newNode(nc)
 		if err != nil {
+			return nil, fmt.Errorf("node %s: %w", nc.Name, err)
+		}
+		if err := c.attach(ctx, n.Netns, nc.Name, nc.Addrs, gateways); err != nil {
 			return nil, fmt.Errorf("node %s: %w", nc.Name, err)
 		}
 		c.Nodes = append(c.Nodes, n)

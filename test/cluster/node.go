@@ -7,7 +7,6 @@ import (
 	"io"
 	"net"
 	"net/http"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -31,7 +30,7 @@ type Node struct {
 	agent *Process
 }
 
-func (c *Cluster) newNode(ctx context.Context, nc NodeConfig, gateways []netip.Addr) (*Node, error) {
+func (c *Cluster) newNode(nc NodeConfig) (*Node, error) {
 	ns, err := c.newNetns(nc.Name)
 	if err != nil {
 		return nil, err
@@ -43,7 +42,7 @@ func (c *Cluster) newNode(ctx context.Context, nc NodeConfig, gateways []netip.A
 	if err := mountBPF(n.BPFFS()); err != nil {
 		return nil, err
 	}
-	return n, c.attach(ctx, ns, nc.Name, nc.Addrs, gateways)
+	return n, nil
 }
 
 // BPFFS is the node's bpffs; maps and links are below.

@@ -191,6 +191,7 @@ func (p *Pod) network() *libcni.NetworkConfigList {
 		"plugins": []map[string]any{{
 			"type":         "podweir-cni",
 			"socket":       p.Node.Socket(),
+			"stateDir":     p.Node.StateDir(),
 			"capabilities": map[string]bool{"ips": true},
 		}},
 	})

@@ -154,6 +154,57 @@ func (c *Cluster) attach(ctx context.Context, n *Netns, port string, addrs []net
 	if err := plug(swh, port); err != nil {
 		return fmt.Errorf("port %s of the switch: %w", port, err)
 	}
+	if err := n.configure(h, addrs, gateways); err != nil {
+		return err
+	}
+	return errors.Join(n.awaitUp(ctx, "eth0"), c.Switch.awaitUp(ctx, port), n.awaitAddrs(ctx, addrs))
+}
+
+// makeWire joins two nodes by one veth pair: nothing but the nodes costs
+// anything on the way, as measurements want it.
+func (c *Cluster) makeWire(ctx context.Context) error {
+	if len(c.cfg.Nodes) != 2 {
+		return fmt.Errorf("a wire joins two nodes, not %d", len(c.cfg.Nodes))
+	}
+	for _, nc := range c.cfg.Nodes {
+		n, err := c.newNode(nc)
+		if err != nil {
+			return fmt.Errorf("node %s: %w", nc.Name, err)
+		}
+		c.Nodes = append(c.Nodes, n)
+	}
+	far, err := netns.GetFromPath(c.Nodes[1].Path())
+	if err != nil {
+		return err
+	}
+	defer far.Close()
+	for i, n := range c.Nodes {
+		h, err := n.netlink()
+		if err != nil {
+			return err
+		}
+		defer h.Close()
+		if i == 0 {
+			attrs := netlink.NewLinkAttrs()
+			attrs.Name, attrs.MTU = "eth0", c.cfg.MTU
+			if err := h.LinkAdd(&netlink.Veth{LinkAttrs: attrs, PeerName: "eth0", PeerNamespace: netlink.NsFd(far)}); err != nil {
+				return fmt.Errorf("wire between %s and %s: %w", n.NodeName, c.Nodes[1].NodeName, err)
+			}
+		}
+		if err := n.configure(h, n.Config.Addrs, nil); err != nil {
+			return err
+		}
+	}
+	for _, n := range c.Nodes {
+		if err := errors.Join(n.awaitUp(ctx, "eth0"), n.awaitAddrs(ctx, n.Config.Addrs)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// configure brings a namespace's eth0 up with its addresses and routes.
+func (n *Netns) configure(h *netlink.Handle, addrs []netip.Prefix, gateways []netip.Addr) error {
 	eth0, err := h.LinkByName("eth0")
 	if err != nil {
 		return err
@@ -180,7 +231,7 @@ func (c *Cluster) attach(ctx context.Context, n *Netns, port string, addrs []net
 			return fmt.Errorf("default route of %s via %v: %w", n.Name, gw, err)
 		}
 	}
-	return errors.Join(n.awaitUp(ctx, "eth0"), c.Switch.awaitUp(ctx, port), n.awaitAddrs(ctx, addrs))
+	return nil
 }
 
 // awaitAddrs waits until the kernel answers for IPv6 addresses: it joins the

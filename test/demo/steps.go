@@ -420,13 +420,16 @@ func (d *demo) killAgents(ctx context.Context) error {
 		streams = append(streams, s)
 	}
 	all := func(what string, more uint64) error {
-		for _, s := range streams {
+		goals := make([]uint64, len(streams))
+		for i, s := range streams {
 			r, err := s.Report(ctx)
 			if err != nil {
 				return err
 			}
-			goal := r.Received + more
-			if _, err := s.Await(ctx, what, func(r probe.StreamReport) bool { return r.Received >= goal }); err != nil {
+			goals[i] = r.Received + more
+		}
+		for i, s := range streams {
+			if _, err := s.Await(ctx, what, func(r probe.StreamReport) bool { return r.Received >= goals[i] }); err != nil {
 				return err
 			}
 		}
@@ -442,20 +445,26 @@ func (d *demo) killAgents(ctx context.Context) error {
 			return err
 		}
 	}
+	start := time.Now()
 	if err := d.c.KillAgents(ctx); err != nil {
 		return err
 	}
-	if err := all("traffic without agents", 100); err != nil {
+	killed := time.Since(start)
+	if err := all("traffic without agents", 200); err != nil {
 		return err
 	}
-	say("both agents killed: %d flows go on", len(streams))
-	if err := d.c.StartAgents(ctx); err != nil {
+	say("both agents killed (%.1f s): %d flows go on", killed.Seconds(), len(streams))
+	start = time.Now()
+	starting, cancel := context.WithTimeout(ctx, 15*time.Second)
+	defer cancel()
+	if err := d.c.StartAgents(starting); err != nil {
 		return err
 	}
-	if err := all("traffic after the restart", 50); err != nil {
+	ready := time.Since(start)
+	if err := all("traffic after the restart", 100); err != nil {
 		return err
 	}
-	say("both agents started again")
+	say("both agents started again, ready after %.1f s", ready.Seconds())
 	var bad error
 	for i, s := range streams {
 		r, err := s.Stop(ctx)

@@ -194,13 +194,15 @@ func (c *cluster) where(from place, dst target) (place, reason) {
 		return place{}, bpf.DpPwReasonPW_DROP_NO_SERVICE
 	case dst.flags&pwmaps.PeerHost != 0:
 		return hostPlace(), 0
+	case dst.flags&pwmaps.PeerNode != 0 && from.kind == bpf.DpPwPlaceKindPW_PLACE_HOST:
+		return c.wire, 0 // node to node needs no tunnel
 	case dst.node != 0 && inward:
 		return place{}, bpf.DpPwReasonPW_DROP_NO_ROUTE
 	case dst.node != 0:
 		return nodePlace(dst.node), 0
 	case dst.flags&pwmaps.PeerPod != 0:
 		return place{}, bpf.DpPwReasonPW_DROP_NO_NODE
-	case from.kind != bpf.DpPwPlaceKindPW_PLACE_POD:
+	case inward:
 		return place{}, bpf.DpPwReasonPW_DROP_NO_ROUTE
 	}
 	return c.wire, 0
@@ -247,6 +249,9 @@ func (m *model) aim(f *mflow) (why reason, rule uint32) {
 		return why, rule
 	}
 	f.mac, f.hop = dst.mac, m.router
+	if dst.flags&pwmaps.PeerNode != 0 {
+		f.hop = f.back.Src // on the link
+	}
 	return 0, rule
 }
 
@@ -264,7 +269,7 @@ func (m *model) rejudge(f *mflow) bool {
 // step says what becomes of a packet, and changes the tables accordingly.
 func (m *model) step(p packet, ch choice) outcome {
 	o := outcome{engine: make(map[reason]uint64)}
-	if _, ours := m.pods[p.key.Dst]; p.hook == fromNetdev && !p.decap && !ours {
+	if _, ours := m.pods[p.key.Dst]; p.hook == fromNetdev && !p.decap && !ours && !m.answersHost(p) {
 		o.end = passed
 		return o
 	}
@@ -304,6 +309,12 @@ func (m *model) step(p packet, ch choice) outcome {
 	return m.first(p, ch, o)
 }
 
+// answersHost: a backend outside the tunnel answers a service the host called.
+func (m *model) answersHost(p packet) bool {
+	f, dir := m.find(p.key)
+	return f != nil && dir == reply && f.xlate && f.home.kind == bpf.DpPwPlaceKindPW_PLACE_HOST
+}
+
 // first is a packet of no known flow.
 func (m *model) first(p packet, ch choice, o outcome) outcome {
 	o.engine[miss]++
@@ -321,6 +332,9 @@ func (m *model) first(p packet, ch choice, o outcome) outcome {
 		return o
 	}
 	dst := m.resolve(f.back.Src)
+	if f.xlate && p.from.kind == bpf.DpPwPlaceKindPW_PLACE_HOST && dst.flags&pwmaps.PeerHost != 0 {
+		f.back.Dst = f.key.Dst // the host calls itself: under the service's address
+	}
 	if f.key.Proto == pwmaps.ProtoUDP && f.back.Sport == 4789 && p.from.kind == bpf.DpPwPlaceKindPW_PLACE_POD &&
 		dst.flags&(pwmaps.PeerNode|pwmaps.PeerHost) != 0 {
 		o.end = bpf.DpPwReasonPW_DROP_POD_VXLAN

@@ -39,8 +39,9 @@ func (m *model) deliver(f *mflow, dir int, p packet, o outcome, known bool) outc
 	case bpf.DpPwPlaceKindPW_PLACE_WIRE:
 		o.end = fwdWire
 	default:
+		// Back into the stack only as a service's doing: by the tunnel's device.
 		o.end = fwdHost
-		if !ingress {
+		if !ingress && f.service == 0 {
 			o.end = bpf.DpPwReasonPW_DROP_NO_ROUTE
 		}
 	}

@@ -218,7 +218,12 @@ func (o *opener) outlive() {
 	for _, m := range []pwmaps.Map[flowKey, pwmaps.Flow]{o.w.set.Flows, o.w.set.FlowsNew} {
 		all := dump(o.w, m)
 		for k, f := range all {
-			f.LastSeen = o.w.now() - uint64(24*time.Hour+10*time.Second)
+			// Just beyond the limit: the clock may be younger than a day.
+			limit := 24 * time.Hour
+			if f.Tcp != 0 {
+				limit = time.Minute
+			}
+			f.LastSeen = o.w.now() - uint64(limit+10*time.Second)
 			all[k] = f
 		}
 		if err := m.PutAll(all); err != nil {

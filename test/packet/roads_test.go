@@ -102,7 +102,8 @@ func (w *world) macs(r *result, want reason, dst netip.Addr) {
 		w.t.Fatalf("frame that goes on by itself has MACs %x", r.out[:12])
 	}
 	mark := r.shot.hook != toPod && want == fwdTunnel && r.shot.hook != toOverlay ||
-		want == fwdLocal && r.shot.hook == toOverlay
+		want == fwdLocal && r.shot.hook == toOverlay ||
+		want == fwdHost && r.action == actRedirect
 	if mark != (r.mark&0x1000 != 0) {
 		w.t.Fatalf("left with mark %#x; the next hook must not decide again: %v", r.mark, mark)
 	}

@@ -270,6 +270,9 @@ func (r *result) broken() string {
 		want = actDrop
 	case why == fwdWire, why == fwdEncap, why == fwdDecap, why == fwdDirect, why == fwdTunnel && ingress, why == fwdLocal && r.shot.hook != toPod:
 		want = actRedirect
+	case why == fwdHost && r.newSource() && (r.shot.hook == fromPod || r.shot.hook == toOverlay):
+		// Into the stack by the tunnel's device, which answers marked.
+		want = actRedirect
 	}
 	if r.action != want {
 		return fmt.Sprintf("action %d does not fit %v", int32(r.action), r)
@@ -309,6 +312,13 @@ func (r *result) spoiled() string {
 		return w + " checksum is wrong after it was right"
 	}
 	return ""
+}
+
+// newSource: the packet left under another address than it came with.
+func (r *result) newSource() bool {
+	in, ok1 := decode(r.shot.pkt)
+	out, ok2 := decode(r.out)
+	return ok1 && ok2 && in.src != out.src
 }
 
 func (r *result) String() string {

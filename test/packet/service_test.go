@@ -87,12 +87,29 @@ func TestServiceAddressWithoutService(t *testing.T) {
 	})
 }
 
-// A host process's call that comes back to the host: not possible from the
-// tunnel device's hook, so it is refused there by name.
+// A host process's call that comes back to the host: it is sent under the
+// service's address, so that the answer passes the tunnel's device too.
 func TestHostServiceOnItsOwnHost(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {
 		fr := tcp(ap(w.f.nodeA, 1), ap(w.f.vipHost, svcPort), syn)
-		w.host(fr).ended(bpf.DpPwReasonPW_DROP_NO_ROUTE)
+		in := frame{src: ap(w.f.vipHost, 1), dst: ap(w.f.nodeA, podPort)}
+		w.host(fr).is(fwdHost, miss, created).leaves(in.src, in.dst)
+		answer := tcp(in.dst, in.src, syn|ack)
+		w.host(answer).is(fwdHost, hitNew).leaves(fr.dst, fr.src)
+	})
+}
+
+// A host process's call to a service on another node's host leaves by the
+// wire, and the answer is translated where it arrives.
+func TestHostServiceOnAnotherHost(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		w.backends(setFree, ap(w.f.nodeB, 1001))
+		w.service(w.f.vip, 7001, maps.ProtoUDP, maps.Service{Id: 40, Set: setFree, Count: 1})
+		fr := udp(ap(w.f.nodeA, 1), ap(w.f.vip, 7001))
+		w.host(fr).is(fwdWire, miss, created).leaves(fr.src, ap(w.f.nodeB, 1001))
+		w.wire(udp(ap(w.f.nodeB, 1001), fr.src)).is(fwdHost, hitNew).leaves(fr.dst, fr.src)
+		// What the host receives otherwise is left alone.
+		w.wire(udp(ap(w.f.nodeB, 1002), fr.src)).is(passed)
 	})
 }
 

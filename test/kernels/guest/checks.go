@@ -41,9 +41,9 @@ func (s *space) converse(to netip.Addr, port uint16) error {
 	return errors.Join(s.tcpEcho(at, 300), s.udpEcho(at, 5, 1000))
 }
 
-// Of five datagrams each way that one CPU handles one after the other, the
-// first request is unknown, its reply and the second request find the flow
-// unconfirmed, and the rest is established.
+// Of five datagrams each way, one after the other, the first request is
+// unknown, its reply and the second request find the flow unconfirmed, and
+// the rest is established.
 const (
 	rounds      = 5
 	established = 2*rounds - 3
@@ -71,11 +71,12 @@ func (w *world) checkLocal(v6 bool) error {
 	return errors.Join(
 		udp.want(1, bpf.DpPwReasonPW_FLOW_MISS, fromPod, v6),
 		udp.want(1, bpf.DpPwReasonPW_FLOW_CREATED, fromPod, v6),
-		udp.want(1, bpf.DpPwReasonPW_FLOW_HIT_NEW, fromPod, v6),
+		udp.want(2, bpf.DpPwReasonPW_FLOW_HIT_NEW, fromPod, v6),
 		udp.want(1, bpf.DpPwReasonPW_FLOW_CONFIRMED, fromPod, v6),
 		udp.want(established, bpf.DpPwReasonPW_FLOW_HIT, fromPod, v6),
 		udp.want(2*rounds, bpf.DpPwReasonPW_FWD_LOCAL, fromPod, v6),
-		icmp.want(established, bpf.DpPwReasonPW_FLOW_HIT, fromPod, v6),
+		// ICMP never confirms a flow.
+		icmp.want(2*rounds-1, bpf.DpPwReasonPW_FLOW_HIT_NEW, fromPod, v6),
 		icmp.want(2*rounds, bpf.DpPwReasonPW_FWD_LOCAL, fromPod, v6),
 		tcp.want(1, bpf.DpPwReasonPW_FLOW_CONFIRMED, fromPod, v6),
 		tcp.want(-20, bpf.DpPwReasonPW_FLOW_HIT, fromPod, v6),
@@ -222,7 +223,7 @@ func (w *world) checkTunnel(v6, own bool) error {
 		near.want(device, bpf.DpPwReasonPW_FWD_TUNNEL, fromPod, v6),
 		far.want(decap, bpf.DpPwReasonPW_FWD_DECAP, fromNetdev, v6),
 		far.want(2*rounds-decap, bpf.DpPwReasonPW_FWD_LOCAL, fromOverlay, v6),
-		near.want(2*(rounds-2)+0, bpf.DpPwReasonPW_FLOW_HIT, fromPod, v6),
+		near.want(rounds-2, bpf.DpPwReasonPW_FLOW_HIT, fromPod, v6),
 	}
 	if own {
 		errs = append(errs, stream.want(-10, bpf.DpPwReasonPW_FWD_ENCAP, fromPod, v6))
@@ -233,8 +234,8 @@ func (w *world) checkTunnel(v6, own bool) error {
 	return errors.Join(errs...)
 }
 
-// checkReplaced loads the datapath again over what is pinned, as an agent
-// that starts anew does, while connections go on.
+// checkReplaced loads node a's datapath again over what is pinned, as an
+// agent that starts anew does, while connections go on.
 func (w *world) checkReplaced(ctx context.Context) error {
 	var conns []net.Conn
 	defer func() {
@@ -260,12 +261,9 @@ func (w *world) checkReplaced(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	for _, n := range []*node{w.a, w.b} {
-		old := n.dp
-		err := n.do(func() error { return errors.Join(old.Close(), n.start(ctx)) })
-		if err != nil {
-			return err
-		}
+	old := w.a.dp
+	if err := w.a.do(func() error { return errors.Join(old.Close(), w.a.start(ctx)) }); err != nil {
+		return err
 	}
 	if err := w.attached(); err != nil {
 		return err
@@ -275,13 +273,16 @@ func (w *world) checkReplaced(ctx context.Context) error {
 		return err
 	}
 	for hook, ids := range before {
-		if len(after[hook]) == 1 && after[hook][0] == ids[0] {
+		if hook.node == w.a.name && after[hook][0] == ids[0] {
 			return fmt.Errorf("%v still runs the old program %d", hook, ids[0])
 		}
 	}
 	for _, conn := range conns {
 		if err := echoOver(conn, 20000); err != nil {
 			return fmt.Errorf("a connection from before: %w", err)
+		}
+		if err := finish(conn); err != nil {
+			return err
 		}
 	}
 	return nil

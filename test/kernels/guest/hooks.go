@@ -103,6 +103,7 @@ func (w *world) attached() error {
 		return err
 	}
 	var errs []error
+	verified := map[string]uint32{}
 	for h, name := range w.expected() {
 		if len(found[h]) != 1 {
 			errs = append(errs, fmt.Errorf("%v has %d programs, want one", h, len(found[h])))
@@ -117,10 +118,14 @@ func (w *world) attached() error {
 		if err != nil {
 			return err
 		}
+		if insns, ok := info.VerifiedInstructions(); ok {
+			verified[name] = insns
+		}
 		if info.Name != name {
 			errs = append(errs, fmt.Errorf("%v has program %s, want %s", h, info.Name, name))
 		}
 	}
+	logf("instructions verified: %v", verified)
 	return errors.Join(errs...)
 }
 

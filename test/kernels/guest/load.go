@@ -1,68 +1,55 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 
 	"github.com/cilium/ebpf"
 
-	"github.com/podweir/podweir/internal/bpf"
-	"github.com/podweir/podweir/internal/loader"
+	"github.com/podweir/podweir/internal/maps"
 )
 
-// loadAll loads every program and map on its own account, unpinned, tells
-// what the verifier made of them and runs the program that is never attached.
-func loadAll() error {
-	spec, err := loader.Spec(loader.Config{OverlayIfindex: 1})
-	if err != nil {
+// load loads and attaches both nodes' datapaths, fills their maps, and runs
+// the program that is never attached.
+func (w *world) load(ctx context.Context) error {
+	for _, n := range []*node{w.a, w.b} {
+		if err := n.do(func() error { return n.start(ctx) }); err != nil {
+			return err
+		}
+	}
+	if err := w.fill(); err != nil {
 		return err
 	}
-	for _, m := range spec.Maps {
-		m.Pinning = ebpf.PinNone
+	if removed, err := w.a.dp.Sweep(make([]maps.FlowKey, 3)); err != nil || removed != 0 {
+		return errors.Join(err, fmt.Errorf("program sweep removed %d flows from an empty table", removed))
 	}
-	coll, err := ebpf.NewCollection(spec)
-	if err != nil {
-		var ve *ebpf.VerifierError
-		if errors.As(err, &ve) {
-			return fmt.Errorf("%w\n%-40v", err, ve)
-		}
+	if err := mapsHaveBTF(filepath.Join(w.a.bpffs, "maps")); err != nil {
 		return err
 	}
-	defer coll.Close()
-	for name, p := range coll.Programs {
-		info, err := p.Info()
-		if err != nil {
-			return fmt.Errorf("program %s: %w", name, err)
-		}
-		insns, ok := info.VerifiedInstructions()
-		if !ok {
-			return fmt.Errorf("program %s: the kernel does not tell how much it verified", name)
-		}
-		logf("program %s: %d instructions verified", name, insns)
-	}
-	for name, m := range coll.Maps {
-		info, err := m.Info()
-		if err != nil {
-			return fmt.Errorf("map %s: %w", name, err)
-		}
-		if _, ok := info.BTFID(); !ok && name[0] != '.' {
-			return fmt.Errorf("map %s has no BTF", name)
-		}
-	}
-	return sweepNothing(coll.Programs[bpf.DpProgSweep])
+	return w.serve(ctx)
 }
 
-func sweepNothing(p *ebpf.Program) error {
-	if p == nil {
-		return errors.New("no program sweep")
-	}
-	frame := make([]byte, 14+40)
-	removed, err := p.Run(&ebpf.RunOptions{Data: frame})
+func mapsHaveBTF(dir string) error {
+	entries, err := os.ReadDir(dir)
 	if err != nil {
-		return fmt.Errorf("run program sweep: %w", err)
+		return err
 	}
-	if removed != 0 {
-		return fmt.Errorf("program sweep removed %d flows from an empty table", removed)
+	for _, e := range entries {
+		m, err := ebpf.LoadPinnedMap(filepath.Join(dir, e.Name()), nil)
+		if err != nil {
+			return fmt.Errorf("map %s: %w", e.Name(), err)
+		}
+		info, err := m.Info()
+		m.Close()
+		if err != nil {
+			return fmt.Errorf("map %s: %w", e.Name(), err)
+		}
+		if _, ok := info.BTFID(); !ok {
+			return fmt.Errorf("map %s has no BTF", e.Name())
+		}
 	}
 	return nil
 }

@@ -23,7 +23,7 @@ func main() {
 	series := flag.String("kernel", "", "kernel that this must be, as in 6.1")
 	bpffs := flag.String("bpffs", "/sys/fs/bpf", "an empty, mounted bpffs")
 	flag.Parse()
-	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
+	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	if !run(ctx, *series, *bpffs) {
 		os.Exit(1)
@@ -95,15 +95,15 @@ func run(ctx context.Context, series, bpffs string) bool {
 		logf("kernel %s", k.release)
 		return err
 	})
-	ok = ok && c.do("load", loadAll)
 	ok = ok && c.do("nodes", func() (err error) {
-		c.w, err = newWorld(ctx, bpffs, k)
+		c.w, err = newWorld(bpffs, k)
 		return err
 	})
+	ok = ok && c.do("load", func() error { return c.w.load(ctx) })
 	if ok {
 		c.all(ctx)
 	}
-	if c.w != nil {
+	if ok {
 		c.do("removed", func() error { return c.w.remove(ctx) })
 	}
 	fmt.Println("podweir: end")

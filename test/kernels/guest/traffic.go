@@ -14,7 +14,7 @@ import (
 )
 
 // patience is how long an answer may take on an emulated processor.
-const patience = 5 * time.Second
+const patience = 20 * time.Second
 
 // serve makes every pod and node echo TCP and UDP on podPort.
 func (w *world) serve(ctx context.Context) error {
@@ -94,13 +94,17 @@ func (s *space) tcpEcho(to netip.AddrPort, size int) error {
 	if err := echoOver(conn, size); err != nil {
 		return err
 	}
-	// Nothing of this connection is under way any more when both ends have
-	// closed it.
+	return finish(conn)
+}
+
+// finish ends a TCP connection from both sides: when it returns, nothing of
+// it is under way any more.
+func finish(conn net.Conn) error {
 	if err := conn.(*net.TCPConn).CloseWrite(); err != nil {
 		return err
 	}
 	if n, err := conn.Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
-		return fmt.Errorf("end of the TCP echo from %v: %d more bytes, %w", to, n, err)
+		return fmt.Errorf("end of the TCP echo from %v: %d more bytes, %w", conn.RemoteAddr(), n, err)
 	}
 	return nil
 }

@@ -71,7 +71,7 @@ func (n *node) ip(v6 bool) netip.Addr {
 	return n.addr
 }
 
-func newWorld(ctx context.Context, bpffs string, k kernel) (*world, error) {
+func newWorld(bpffs string, k kernel) (*world, error) {
 	w := &world{kernel: k}
 	var err error
 	w.a, err = newNode("node-a", 1, "172.31.0.2", "10.244.80.0/24", "fd00:10:244:50::/64")
@@ -97,14 +97,8 @@ func newWorld(ctx context.Context, bpffs string, k kernel) (*world, error) {
 	}
 	for _, n := range []*node{w.a, w.b} {
 		n.bpffs = filepath.Join(bpffs, n.name)
-		if err := n.do(func() error { return n.start(ctx) }); err != nil {
-			return nil, err
-		}
 	}
-	if err := w.fill(); err != nil {
-		return nil, err
-	}
-	return w, w.serve(ctx)
+	return w, nil
 }
 
 func newNode(name string, id uint32, addr, cidr, cidr6 string) (*node, error) {

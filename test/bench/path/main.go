@@ -1,0 +1,187 @@
+// Command pw-bench-path measures what the path between two pods costs: plain
+// kernel forwarding with no filter at all, over VXLAN, routed and on one node,
+// against podweir in each of its routing modes with everything on. See
+// docs/performance.md.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/signal"
+	"runtime"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+)
+
+type options struct {
+	repeats   int
+	builds    int
+	family    int
+	cpu       int
+	scale     float64
+	json      string
+	modes     string
+	workloads string
+	compare   string
+}
+
+func main() {
+	var o options
+	flag.IntVar(&o.builds, "builds", 3, "how often the topologies are built anew: where their memory lies is worth some per cent")
+	flag.IntVar(&o.repeats, "repeats", 7, "rounds per build; a round measures every mode and workload once")
+	flag.IntVar(&o.family, "family", 4, "4 or 6: addresses of the pods")
+	flag.IntVar(&o.cpu, "cpu", runtime.NumCPU()-1, "CPU that measures")
+	flag.Float64Var(&o.scale, "scale", 1, "length of a measurement, 1 = some 10 ms")
+	flag.StringVar(&o.json, "json", "", "file to write the figures to")
+	flag.StringVar(&o.modes, "modes", "", "comma-separated; default: all of "+strings.Join(modeNames(), ", "))
+	flag.StringVar(&o.workloads, "workloads", "", "comma-separated; default: udp,crr,rr,bulk")
+	flag.StringVar(&o.compare, "compare", "", "bin folder of another build: its podweir modes are measured too, as other-*")
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	defer stop()
+	if err := run(ctx, o); err != nil {
+		fmt.Fprintln(os.Stderr, "pw-bench-path:", err)
+		os.Exit(1)
+	}
+}
+
+// choose keeps those of all whose names are in the comma-separated list.
+func choose[T any](what, list string, all []T, name func(T) string) ([]T, error) {
+	if list == "" {
+		return all, nil
+	}
+	var out []T
+	for n := range strings.SplitSeq(list, ",") {
+		i := slices.IndexFunc(all, func(t T) bool { return name(t) == n })
+		if i < 0 {
+			return nil, fmt.Errorf("%q is no %s", n, what)
+		}
+		out = append(out, all[i])
+	}
+	return out, nil
+}
+
+func run(ctx context.Context, o options) error {
+	if o.family != 4 && o.family != 6 || o.repeats < 1 || o.builds < 1 || o.scale <= 0 {
+		return errors.New("--family is 4 or 6, --repeats and --builds at least 1, --scale more than 0")
+	}
+	modes, err := choose("mode", o.modes, allModes(), func(m mode) string { return m.name })
+	if err != nil {
+		return err
+	}
+	loads, err := choose("workload", o.workloads, workloads(), func(w workload) string { return w.name })
+	if err != nil {
+		return err
+	}
+	if o.compare != "" {
+		modes = append(modes, others(modes, o.compare)...)
+	}
+	res := newResults(o, modes, loads)
+	for range o.builds {
+		if err := runBuild(ctx, o, modes, loads, res); err != nil {
+			return err
+		}
+	}
+	res.finish()
+	res.print(os.Stdout)
+	if o.json != "" {
+		return res.write(o.json)
+	}
+	return nil
+}
+
+// runBuild measures all rounds of one build.
+func runBuild(ctx context.Context, o options, modes []mode, loads []workload, res *results) (err error) {
+	b := &bench{o: o, tops: map[string]*topology{}}
+	defer func() { err = errors.Join(err, b.close()) }()
+	for _, m := range modes {
+		if b.tops[m.topology] != nil {
+			continue
+		}
+		up, cancel := context.WithTimeout(ctx, time.Minute)
+		t, err := buildTopology(up, m)
+		cancel()
+		if t != nil {
+			b.tops[m.topology] = t
+		}
+		if err != nil {
+			return fmt.Errorf("%s: %w", m.topology, err)
+		}
+	}
+	for round := range o.repeats {
+		for _, w := range loads {
+			if err := b.round(ctx, round, modes, w, res); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+type bench struct {
+	o    options
+	tops map[string]*topology
+}
+
+// steady is how far the two measurements of the first mode that enclose a
+// round may lie apart, and tries how often a round is measured until they do.
+const (
+	steady = 0.08
+	tries  = 4
+)
+
+// round measures every mode once under one workload, the first of them before
+// and after the others: when the machine's pace changed meanwhile (somebody
+// else began or ceased to use the core's other half) the round says nothing
+// and is repeated. The last try counts in any case.
+func (b *bench) round(ctx context.Context, round int, modes []mode, w workload, res *results) error {
+	for try := 1; ; try++ {
+		samples := map[string]sample{}
+		measure := func(m mode) (sample, error) {
+			s, err := b.measure(ctx, m, w)
+			if err != nil {
+				err = fmt.Errorf("%s, %s: %w", m.name, w.name, err)
+			}
+			return s, err
+		}
+		first, err := measure(modes[0])
+		if err != nil {
+			return err
+		}
+		// Another order each time, so that nobody always comes first.
+		for i := range modes[1:] {
+			m := modes[1+(i+round+try)%(len(modes)-1)]
+			if samples[m.name], err = measure(m); err != nil {
+				return err
+			}
+		}
+		last, err := measure(modes[0])
+		if err != nil {
+			return err
+		}
+		if max(first.P50, last.P50) > (1+steady)*min(first.P50, last.P50) {
+			res.unsteady(try == tries)
+			if try < tries {
+				continue
+			}
+		}
+		samples[modes[0].name] = first.mean(last)
+		for _, m := range modes {
+			res.add(m.name, w.name, samples[m.name])
+		}
+		return nil
+	}
+}
+
+func (b *bench) close() error {
+	var errs []error
+	for _, t := range b.tops {
+		errs = append(errs, t.close())
+	}
+	return errors.Join(errs...)
+}

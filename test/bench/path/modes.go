@@ -1,0 +1,134 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"github.com/podweir/podweir/test/cluster"
+)
+
+// listenPort is where servers listen; services translate servicePort to it.
+const (
+	listenPort  = 8080
+	servicePort = 80
+)
+
+// A mode is one way of one topology that packets take.
+type mode struct {
+	name     string
+	topology string   // modes of one name share it
+	against  string   // the plain kernel mode that does the same job
+	server   string   // pod that serves
+	podweir  bool     // agents run; the client calls the service of that name
+	tunnel   bool     // between nodes through VXLAN
+	agent    []string // flags
+	bin      string   // folder of the programs, "" is this build's
+}
+
+// baseline is the mode that all are compared with.
+const baseline = "kernel-vxlan"
+
+func allModes() []mode {
+	return []mode{
+		{name: baseline, topology: "kernel-vxlan", server: "remote", tunnel: true},
+		{name: "kernel-direct", topology: "kernel-direct", server: "remote"},
+		{name: "kernel-same-node", topology: "kernel-direct", server: "local"},
+		{name: "podweir-vxlan", topology: "podweir-vxlan", server: "remote", against: baseline, podweir: true, tunnel: true},
+		{name: "podweir-cross-subnet", topology: "podweir-cross-subnet", server: "remote", against: "kernel-direct", podweir: true, agent: []string{"--routing-mode", "cross-subnet"}},
+		{name: "podweir-direct", topology: "podweir-direct", server: "remote", against: "kernel-direct", podweir: true, agent: []string{"--routing-mode", "direct"}},
+		{name: "podweir-same-node", topology: "podweir-vxlan", server: "local", against: "kernel-same-node", podweir: true},
+	}
+}
+
+// others are the podweir modes among modes as another build runs them, each
+// compared with this build's.
+func others(modes []mode, bin string) []mode {
+	var out []mode
+	for _, m := range modes {
+		if m.podweir {
+			m.name, m.topology, m.against, m.bin = "other-"+m.name, "other-"+m.topology, m.name, bin
+			out = append(out, m)
+		}
+	}
+	return out
+}
+
+func modeNames() []string {
+	var out []string
+	for _, m := range allModes() {
+		out = append(out, m.name)
+	}
+	return out
+}
+
+// A workload is one of pw-path-core's.
+type workload struct {
+	name, unit string
+	count      int // samples at scale 1
+}
+
+func workloads() []workload {
+	return []workload{
+		{"udp", "ns/packet", 40},
+		{"crr", "ns", 200},
+		{"rr", "ns", 800},
+		{"bulk", "ns/KiB", 12},
+	}
+}
+
+// sample is what pw-path-core prints.
+type sample struct {
+	Operations uint64  `json:"operations"` // with those that warmed up
+	Min        float64 `json:"min"`
+	P25        float64 `json:"p25"`
+	P50        float64 `json:"p50"`
+	P75        float64 `json:"p75"`
+}
+
+// mean is the mean of two measurements of the same.
+func (s sample) mean(o sample) sample {
+	return sample{
+		Operations: s.Operations + o.Operations,
+		Min:        min(s.Min, o.Min),
+		P25:        (s.P25 + o.P25) / 2,
+		P50:        (s.P50 + o.P50) / 2,
+		P75:        (s.P75 + o.P75) / 2,
+	}
+}
+
+// measure runs one workload in one mode and checks which way it took.
+func (b *bench) measure(ctx context.Context, m mode, w workload) (s sample, err error) {
+	t := b.tops[m.topology]
+	target, port := t.target(m, b.o.family)
+	before, err := t.counters()
+	if err != nil {
+		return s, err
+	}
+	bin, err := cluster.BinDir()
+	if err != nil {
+		return s, err
+	}
+	count := max(1, int(float64(w.count)*b.o.scale))
+	cmd := exec.CommandContext(ctx, filepath.Join(bin, "pw-path-core"), w.name,
+		t.pods["client"].Path(), t.pods[m.server].Path(), target.String(), strconv.Itoa(port),
+		strconv.Itoa(listenPort), strconv.Itoa(t.ports(count)), strconv.Itoa(b.o.cpu), strconv.Itoa(count))
+	var stderr strings.Builder
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		return s, fmt.Errorf("%w: %s", err, strings.TrimSpace(stderr.String()))
+	}
+	if err := json.Unmarshal(out, &s); err != nil {
+		return s, fmt.Errorf("pw-path-core said %q: %w", out, err)
+	}
+	after, err := t.counters()
+	if err != nil {
+		return s, err
+	}
+	return s, checkWay(m, w, s.Operations, after.since(before))
+}

@@ -1,0 +1,316 @@
+package engine
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/podweir/podweir/test/cluster"
+)
+
+const serverPort = 8080
+
+// control sets options of a socket before it is bound.
+type control func(fd int) error
+
+func (c control) hook(_, _ string, raw syscall.RawConn) (err error) {
+	if c == nil {
+		return nil
+	}
+	return errors.Join(raw.Control(func(fd uintptr) { err = c(int(fd)) }), err)
+}
+
+// listen opens a TCP listener inside a namespace, for the test's duration.
+func listen(t testing.TB, n *cluster.Netns, addr string, c control) net.Listener {
+	t.Helper()
+	var l net.Listener
+	ok(t, n.Do(func() (err error) {
+		lc := net.ListenConfig{Control: c.hook}
+		lc.SetMultipathTCP(false)
+		l, err = lc.Listen(context.Background(), "tcp", addr)
+		return err
+	}))
+	t.Cleanup(func() { l.Close() })
+	return l
+}
+
+// dial opens a TCP connection inside a namespace; from is "" or an address.
+func dial(ctx context.Context, n *cluster.Netns, from, to string, c control) (net.Conn, error) {
+	d := net.Dialer{Control: func(network, addr string, raw syscall.RawConn) error {
+		reuse := control(func(fd int) error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1) })
+		return errors.Join(reuse.hook(network, addr, raw), c.hook(network, addr, raw))
+	}}
+	d.SetMultipathTCP(false)
+	if from != "" {
+		d.LocalAddr = net.TCPAddrFromAddrPort(netip.MustParseAddrPort(from))
+	}
+	var conn net.Conn
+	err := n.Do(func() (err error) {
+		conn, err = d.DialContext(ctx, "tcp", to)
+		return err
+	})
+	return conn, err
+}
+
+// udp opens a UDP socket inside a namespace, for the test's duration; to ""
+// leaves it unconnected.
+func udp(t testing.TB, n *cluster.Netns, from, to string, c control) *net.UDPConn {
+	t.Helper()
+	var conn *net.UDPConn
+	ok(t, n.Do(func() error {
+		if to == "" {
+			lc := net.ListenConfig{Control: c.hook}
+			pc, err := lc.ListenPacket(context.Background(), "udp", from)
+			if err == nil {
+				conn = pc.(*net.UDPConn)
+			}
+			return err
+		}
+		d := net.Dialer{Control: c.hook}
+		if from != "" {
+			d.LocalAddr = net.UDPAddrFromAddrPort(netip.MustParseAddrPort(from))
+		}
+		pc, err := d.Dial("udp", to)
+		if err == nil {
+			conn = pc.(*net.UDPConn)
+		}
+		return err
+	}))
+	t.Cleanup(func() { conn.Close() })
+	return conn
+}
+
+// echoTCP answers everything with itself until the test ends.
+func echoTCP(t testing.TB, n *cluster.Netns, addr string) {
+	l := listen(t, n, addr, nil)
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				_, _ = io.Copy(c, c)
+			}()
+		}
+	}()
+}
+
+// echoUDP answers every datagram with itself until the test ends.
+func echoUDP(t testing.TB, n *cluster.Netns, addr string) {
+	u := udp(t, n, addr, "", nil)
+	go func() {
+		buf := make([]byte, 64<<10)
+		for {
+			k, from, err := u.ReadFromUDPAddrPort(buf)
+			if errors.Is(err, net.ErrClosed) {
+				return
+			}
+			if err == nil {
+				_, _ = u.WriteToUDPAddrPort(buf[:k], from)
+			}
+		}
+	}()
+}
+
+// talk sends a line and wants it back.
+func talk(c net.Conn, what string) error {
+	if err := c.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
+		return err
+	}
+	if _, err := io.WriteString(c, what); err != nil {
+		return err
+	}
+	buf := make([]byte, len(what))
+	if _, err := io.ReadFull(c, buf); err != nil {
+		return fmt.Errorf("answer to %q: %w", what, err)
+	}
+	if string(buf) != what {
+		return fmt.Errorf("answer to %q: %q", what, buf)
+	}
+	return nil
+}
+
+// bytesOf are n bytes that nobody would guess.
+func bytesOf(seed byte, n int) []byte {
+	b := make([]byte, n)
+	_, _ = rand.NewChaCha8([32]byte{seed}).Read(b) // never fails
+	return b
+}
+
+// transfer sends n bytes each way over one TCP connection and compares their
+// hashes. The listener's side sends after it has read everything.
+func transfer(ctx context.Context, t testing.TB, from *cluster.Netns, l net.Listener, to string, n int, c control) {
+	t.Helper()
+	up, down := bytesOf(1, n), bytesOf(2, n)
+	server := make(chan error, 1)
+	go func() {
+		server <- func() error {
+			c, err := l.Accept()
+			if err != nil {
+				return err
+			}
+			defer c.Close()
+			_ = c.SetDeadline(time.Now().Add(time.Minute))
+			got, err := io.ReadAll(c)
+			if err != nil {
+				return fmt.Errorf("server: after %d bytes: %w", len(got), err)
+			}
+			if sha256.Sum256(got) != sha256.Sum256(up) {
+				return fmt.Errorf("server got %d bytes that are not the %d sent", len(got), n)
+			}
+			_, err = c.Write(down)
+			return err
+		}()
+	}()
+	err := func() error {
+		c, err := dial(ctx, from, "", to, c)
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		_ = c.SetDeadline(time.Now().Add(time.Minute))
+		if _, err := c.Write(up); err != nil {
+			return fmt.Errorf("client: %w", err)
+		}
+		if err := c.(*net.TCPConn).CloseWrite(); err != nil {
+			return err
+		}
+		got, err := io.ReadAll(c)
+		if err != nil {
+			return fmt.Errorf("client: after %d bytes: %w", len(got), err)
+		}
+		if sha256.Sum256(got) != sha256.Sum256(down) {
+			return fmt.Errorf("client got %d bytes that are not the %d sent", len(got), n)
+		}
+		return nil
+	}()
+	if err != nil {
+		t.Errorf("to %s: %v", to, err)
+		l.(*net.TCPListener).SetDeadline(time.Now())
+		<-server
+		l.(*net.TCPListener).SetDeadline(time.Time{})
+		return
+	}
+	if err := <-server; err != nil {
+		t.Errorf("to %s: %v", to, err)
+	}
+}
+
+// datagrams sends datagrams, from large to small, to an echo and compares each
+// answer.
+func datagrams(t testing.TB, c *net.UDPConn, count, most int) {
+	t.Helper()
+	buf := make([]byte, 64<<10)
+	for i := range count {
+		want := bytesOf(byte(i), most-i*(most-1)/max(count-1, 1))
+		if _, err := c.Write(want); err != nil {
+			t.Errorf("datagram %d: %v", i, err)
+			return
+		}
+		_ = c.SetReadDeadline(time.Now().Add(10 * time.Second))
+		n, err := c.Read(buf)
+		if err != nil || !bytes.Equal(buf[:n], want) {
+			t.Errorf("datagram %d of %d bytes: %d bytes came back, %v", i, len(want), n, err)
+			return
+		}
+	}
+}
+
+// snmp reads counters of the namespace's stack: those whose name ends so.
+func snmp(t testing.TB, n *cluster.Netns, suffix string) map[string]string {
+	t.Helper()
+	found := map[string]string{}
+	ok(t, n.Do(func() error {
+		data, err := os.ReadFile("/proc/thread-self/net/snmp")
+		if err != nil {
+			return err
+		}
+		lines := strings.Split(string(data), "\n")
+		for i := 0; i+1 < len(lines); i += 2 {
+			names, values := strings.Fields(lines[i]), strings.Fields(lines[i+1])
+			for j := 1; j < len(names); j++ {
+				if strings.HasSuffix(names[j], suffix) {
+					found[names[0]+names[j]] = values[j]
+				}
+			}
+		}
+		data, err = os.ReadFile("/proc/thread-self/net/snmp6")
+		if err != nil {
+			return err
+		}
+		for line := range strings.Lines(string(data)) {
+			if f := strings.Fields(line); len(f) == 2 && strings.HasSuffix(f[0], suffix) {
+				found[f[0]] = f[1]
+			}
+		}
+		return nil
+	}))
+	return found
+}
+
+// checksumErrors fails if a stack has seen a wrong checksum.
+func checksumErrors(t testing.TB, spaces ...*cluster.Netns) {
+	t.Helper()
+	for _, n := range spaces {
+		got := snmp(t, n, "InCsumErrors")
+		if len(got) < 4 {
+			t.Errorf("%s: only these counters: %v", n.Name, got)
+		}
+		for name, v := range got {
+			if v != "0" {
+				t.Errorf("%s: %s %s", n.Name, name, v)
+			}
+		}
+	}
+}
+
+// frames is an AF_PACKET socket of a device, to send what no socket would.
+type frames struct {
+	fd, ifindex int
+	mac         net.HardwareAddr
+}
+
+func rawSocket(t testing.TB, n *cluster.Netns, device string) *frames {
+	t.Helper()
+	f := &frames{}
+	ok(t, n.Do(func() error {
+		ifi, err := net.InterfaceByName(device)
+		if err != nil {
+			return err
+		}
+		f.ifindex, f.mac = ifi.Index, ifi.HardwareAddr
+		f.fd, err = unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			return err
+		}
+		return unix.Bind(f.fd, &unix.SockaddrLinklayer{Ifindex: ifi.Index})
+	}))
+	t.Cleanup(func() { unix.Close(f.fd) })
+	return f
+}
+
+// send sends a frame, again when the queue is full.
+func (f *frames) send(frame []byte) error {
+	for {
+		_, err := unix.Write(f.fd, frame)
+		if err == unix.ENOBUFS || err == unix.EAGAIN || err == unix.EINTR {
+			continue
+		}
+		return err
+	}
+}
