@@ -110,8 +110,9 @@ func echoTCP(t testing.TB, n *cluster.Netns, addr string) {
 	}()
 }
 
-// echoUDP answers every datagram with itself until the test ends.
-func echoUDP(t testing.TB, n *cluster.Netns, addr string) {
+// echoUDP answers every datagram with itself until it is closed or the test
+// ends.
+func echoUDP(t testing.TB, n *cluster.Netns, addr string) *net.UDPConn {
 	u := udp(t, n, addr, "", nil)
 	go func() {
 		buf := make([]byte, 64<<10)
@@ -125,6 +126,7 @@ func echoUDP(t testing.TB, n *cluster.Netns, addr string) {
 			}
 		}
 	}()
+	return u
 }
 
 // talk sends a line and wants it back.
