@@ -142,7 +142,8 @@ static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
 {
 	int answer = p->hook == PW_FROM_POD && f->flags & PW_F_REPLY;
 
-	if (!(f->flags & PW_F_XLATE) || (pw_is_ingress(p) && !answer)) {
+	/* Another port alone leaves the source, and its route, as they are. */
+	if (!f->service || (pw_is_ingress(p) && !answer)) {
 		if (!pw_is_ingress(p))
 			return pw_drop(skb, p, PW_DROP_NO_ROUTE);
 		pw_count(PW_FWD_HOST, p->hook, p->v6, skb->len);

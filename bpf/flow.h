@@ -16,7 +16,11 @@
 
 /* How many source ports are tried before a collision is given up. */
 #define PW_PORT_PROBES 32
-/* And how often a reply tuple that others are removing. */
+/*
+ * How often an insert is tried where another CPU is just removing what was
+ * there: that is over in less than a microsecond.
+ */
+#define PW_INSERT_TRIES 16
 #define PW_RESERVE_TRIES 3
 
 /*
@@ -214,10 +218,11 @@ static __always_inline int pw_flow_whole(const struct pw_flow_key *k, const stru
 	return f->flags & (PW_F_CONFIRMED | PW_F_REPLY) || pw_flow_has_twin(k, f);
 }
 
+/* What promotion left behind goes first: nobody may take it for the flow. */
 static __always_inline void pw_flow_delete(const struct pw_flow_key *k)
 {
-	bpf_map_delete_elem(&pw_flows, k);
 	bpf_map_delete_elem(&pw_flows_new, k);
+	bpf_map_delete_elem(&pw_flows, k);
 }
 
 /*
@@ -408,32 +413,36 @@ enum pw_insert {
 
 /*
  * Puts one entry into pw_flows_new unless a live one is there, in either
- * table. An outlived one makes room, and the tables are read again after
- * the insert: a promotion may have come between.
+ * table. An outlived one makes room, what is being removed is waited for,
+ * and the tables are read again after the insert: a promotion may have come
+ * between.
  */
 __noinline int pw_flow_insert(const struct pw_flow_key *k, const struct pw_flow *val)
 {
 	struct pw_scratch *s = pw_get_scratch();
 	const struct pw_flow_key *key;
 	struct pw_flow *old;
+	int i;
 
 	if (!k || !val || !s)
 		return PW_NO_ROOM;
-	old = pw_flow_find(pw_key_arg(s, k));
-	if (old) {
-		if (!pw_flow_expired(k, old, PW_SCRATCH_PACKET) ||
-		    !pw_flow_claim(k, old, PW_SCRATCH_PACKET))
-			return PW_EXISTS;
-	}
-	key = pw_key_arg(s, k);
-	s->copy = *val; /* an argument too, see pw_key_arg */
-	if (bpf_map_update_elem(&pw_flows_new, key, &s->copy, BPF_NOEXIST))
-		return bpf_map_lookup_elem(&pw_flows_new, key) ? PW_EXISTS : PW_NO_ROOM;
-	if (bpf_map_lookup_elem(&pw_flows, key)) {
+	for (i = 0; i < PW_INSERT_TRIES; i++) {
+		old = pw_flow_find(pw_key_arg(s, k));
+		if (old) {
+			if (!pw_flow_expired(k, old, PW_SCRATCH_PACKET))
+				return PW_EXISTS;
+			if (!pw_flow_claim(k, old, PW_SCRATCH_PACKET))
+				continue;
+		}
+		key = pw_key_arg(s, k);
+		s->copy = *val; /* an argument too, see pw_key_arg */
+		if (bpf_map_update_elem(&pw_flows_new, key, &s->copy, BPF_NOEXIST))
+			continue;
+		if (!bpf_map_lookup_elem(&pw_flows, key))
+			return PW_INSERTED;
 		bpf_map_delete_elem(&pw_flows_new, key);
-		return PW_EXISTS;
 	}
-	return PW_INSERTED;
+	return bpf_map_lookup_elem(&pw_flows_new, pw_key_arg(s, k)) ? PW_EXISTS : PW_NO_ROOM;
 }
 
 /* A port of the host's that one of its sockets uses is not ours to give. */

@@ -325,7 +325,7 @@ func TestL7Cleanup(t *testing.T) {
 	}
 }
 
-func readSysctl(t *testing.T, n *cluster.Node, key string) (value string) {
+func readSysctl(t *testing.T, n *cluster.Netns, key string) (value string) {
 	t.Helper()
 	ok(t, n.Do(func() error {
 		data, err := os.ReadFile(filepath.Join("/proc/sys", key))
@@ -363,7 +363,7 @@ func TestN20Sysctls(t *testing.T) {
 	}
 	check := func() error {
 		for key, v := range want {
-			if got := readSysctl(t, n, key); got != v {
+			if got := readSysctl(t, n.Netns, key); got != v {
 				return fmt.Errorf("%s is %s, want %s", key, got, v)
 			}
 		}
@@ -384,7 +384,7 @@ func TestN20Sysctls(t *testing.T) {
 	old["net/ipv6/conf/eth0/accept_ra"] = "0"
 	ok(t, cleanup(ctx, n))
 	for key, v := range old {
-		if got := readSysctl(t, n, key); got != v {
+		if got := readSysctl(t, n.Netns, key); got != v {
 			t.Errorf("after cleanup %s is %s, want %s", key, got, v)
 		}
 	}

@@ -412,9 +412,12 @@ func TestS32Evenness(t *testing.T) {
 	w.put(t, clusterIP("even", ips, bothPorts(80)...))
 	w.put(t, slicesFor("even-1", "even", bothSlicePorts(cluster.ServerPort), w.local, w.remote, w.other)...)
 	w.put(t, slicesFor("even-2", "even", bothSlicePorts(second), w.remote)...)
-	// Every port may be a source, so that few tuples come twice: a tuple that
-	// is still remembered keeps its backend and is no new choice.
-	ok(t, w.client.Sysctl("net/ipv4/ip_local_port_range", "1024 65535"))
+	// Many source ports, so that few tuples come twice (one that is still
+	// remembered keeps its backend and is no new choice), and none of those
+	// that other cases use: a reply tuple that is taken costs a flow its port.
+	ports := readSysctl(t, w.client.Netns, "net/ipv4/ip_local_port_range")
+	ok(t, w.client.Sysctl("net/ipv4/ip_local_port_range", "1024 32767"))
+	t.Cleanup(func() { ok(t, w.client.Sysctl("net/ipv4/ip_local_port_range", ports)) })
 	families(t, func(t *testing.T, v6 bool) {
 		target := vip(pick(v6, ips[0], ips[1]), 80)
 		w.inForce(t, ctx, "udp", target, append(atAll(v6, w.local, w.remote, w.other), at(ip(w.remote, v6), second))...)
@@ -484,6 +487,14 @@ func TestS33ServiceRange(t *testing.T) {
 	w := shared(t)
 	ctx := within(t, 60*time.Second)
 	families(t, func(t *testing.T, v6 bool) {
+		t.Run("outside of all ranges", func(t *testing.T) {
+			// Pods reach it all the same.
+			addr := pick(v6, "10.96.5.5", "fd00:10:96::5")
+			w.put(t, clusterIP("stray", []string{addr}, bothPorts(80)...))
+			w.put(t, endpointSlice("stray", "stray", bothSlicePorts(cluster.ServerPort), ip(w.remote, v6)))
+			w.inForce(t, ctx, "tcp", vip(addr, 80), atAll(v6, w.remote)...)
+			send(t, ctx, w.client.Netns, "tcp", vip(addr, 80))
+		})
 		t.Run("flag", func(t *testing.T) {
 			before := readCounters(t, w.a)
 			silent(t, ctx, w.client.Netns, "udp", vip(pick(v6, "10.98.200.1", "fd00:10:98::c801"), 53))

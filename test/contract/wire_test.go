@@ -333,7 +333,15 @@ func (w *world) straight(t *testing.T, ctx context.Context, stream *cluster.Stre
 func (w *world) still(t *testing.T, ctx context.Context, peer *cluster.Pod) map[*cluster.Node]counters {
 	t.Helper()
 	last := map[*cluster.Node]counters{}
-	eventually(t, ctx, func() error {
+	var why error
+	eventually(t, ctx, func() (err error) {
+		defer func() {
+			if ctx.Err() == nil {
+				why = err // the last look that was not cut short
+			} else if err != nil {
+				err = why
+			}
+		}()
 		for _, p := range []*cluster.Pod{w.client, peer} {
 			out, err := p.Exec(ctx, "ss", "-tinH")
 			if err != nil || strings.Contains(out, "unacked:") {
@@ -359,11 +367,12 @@ func (w *world) still(t *testing.T, ctx context.Context, peer *cluster.Pod) map[
 	return last
 }
 
-// flowCounters leaves out what passes by on every link.
+// flowCounters leaves out what passes by on every link, and what the agent
+// removes of flows that other cases left.
 func flowCounters(c counters) counters {
 	out := counters{}
 	for k, v := range c {
-		if k.reason != "pass" {
+		if k.reason != "pass" && k.reason != "flow_swept" {
 			out[k] = v
 		}
 	}

@@ -194,13 +194,15 @@ func (c *cluster) where(from place, dst target) (place, reason) {
 		return place{}, bpf.DpPwReasonPW_DROP_NO_SERVICE
 	case dst.flags&pwmaps.PeerHost != 0:
 		return hostPlace(), 0
+	case dst.flags&pwmaps.PeerNode != 0 && from.kind == bpf.DpPwPlaceKindPW_PLACE_HOST:
+		return c.wire, 0 // node to node needs no tunnel
 	case dst.node != 0 && inward:
 		return place{}, bpf.DpPwReasonPW_DROP_NO_ROUTE
 	case dst.node != 0:
 		return nodePlace(dst.node), 0
 	case dst.flags&pwmaps.PeerPod != 0:
 		return place{}, bpf.DpPwReasonPW_DROP_NO_NODE
-	case from.kind != bpf.DpPwPlaceKindPW_PLACE_POD:
+	case inward:
 		return place{}, bpf.DpPwReasonPW_DROP_NO_ROUTE
 	}
 	return c.wire, 0
@@ -247,6 +249,9 @@ func (m *model) aim(f *mflow) (why reason, rule uint32) {
 		return why, rule
 	}
 	f.mac, f.hop = dst.mac, m.router
+	if dst.flags&pwmaps.PeerNode != 0 {
+		f.hop = f.back.Src // on the link
+	}
 	return 0, rule
 }
 
@@ -264,7 +269,7 @@ func (m *model) rejudge(f *mflow) bool {
 // step says what becomes of a packet, and changes the tables accordingly.
 func (m *model) step(p packet, ch choice) outcome {
 	o := outcome{engine: make(map[reason]uint64)}
-	if _, ours := m.pods[p.key.Dst]; p.hook == fromNetdev && !p.decap && !ours {
+	if _, ours := m.pods[p.key.Dst]; p.hook == fromNetdev && !p.decap && !ours && !m.answersHost(p) {
 		o.end = passed
 		return o
 	}
@@ -304,6 +309,12 @@ func (m *model) step(p packet, ch choice) outcome {
 	return m.first(p, ch, o)
 }
 
+// answersHost: a backend outside the tunnel answers a service the host called.
+func (m *model) answersHost(p packet) bool {
+	f, dir := m.find(p.key)
+	return f != nil && dir == reply && f.xlate && f.home.kind == bpf.DpPwPlaceKindPW_PLACE_HOST
+}
+
 // first is a packet of no known flow.
 func (m *model) first(p packet, ch choice, o outcome) outcome {
 	o.engine[miss]++
@@ -321,6 +332,9 @@ func (m *model) first(p packet, ch choice, o outcome) outcome {
 		return o
 	}
 	dst := m.resolve(f.back.Src)
+	if f.xlate && p.from.kind == bpf.DpPwPlaceKindPW_PLACE_HOST && dst.flags&pwmaps.PeerHost != 0 {
+		f.back.Dst = f.key.Dst // the host calls itself: under the service's address
+	}
 	if f.key.Proto == pwmaps.ProtoUDP && f.back.Sport == 4789 && p.from.kind == bpf.DpPwPlaceKindPW_PLACE_POD &&
 		dst.flags&(pwmaps.PeerNode|pwmaps.PeerHost) != 0 {
 		o.end = bpf.DpPwReasonPW_DROP_POD_VXLAN
@@ -470,149 +484,4 @@ func (m *model) touch(f *mflow, dir int, p packet, o outcome) {
 	o.engine[confirmed]++
 	m.left[f.key], m.left[f.back] = f.entry(orig), f.entry(reply)
 	f.confirmed = true
-}
-
-// deliver carries out what the entry of that direction says.
-func (m *model) deliver(f *mflow, dir int, p packet, o outcome, known bool) outcome {
-	e := f.entry(dir)
-	o.src, o.dst = ap(pwmaps.FromAddr(e.Src), e.Sport), ap(pwmaps.FromAddr(e.Dst), e.Dport)
-	o.to, o.mac = at(e.To), e.Mac
-	if p.quote != nil {
-		o.src, o.dst = ap(pwmaps.FromAddr(p.key.Src), 0), ap(pwmaps.FromAddr(p.key.Dst), 0)
-	}
-	ingress := p.hook != toPod && p.hook != toOverlay
-	switch {
-	case ingress && o.to.kind != bpf.DpPwPlaceKindPW_PLACE_HOST && p.ttl <= 1:
-		o.end = bpf.DpPwReasonPW_DROP_TTL
-		return o
-	case f.xlate && p.key.Proto == pwmaps.ProtoSCTP && f.key.Dport != f.back.Sport:
-		o.end = bpf.DpPwReasonPW_DROP_SCTP_PORT
-		return o
-	}
-	switch o.to.kind {
-	case bpf.DpPwPlaceKindPW_PLACE_POD:
-		o.end = fwdLocal
-		if p.decap {
-			o.end = fwdDecap
-		}
-		if p.hook == toPod && p.dev != o.to.id {
-			o.end = bpf.DpPwReasonPW_DROP_NO_ROUTE
-		}
-	case bpf.DpPwPlaceKindPW_PLACE_NODE:
-		o.end = fwdTunnel
-		if known && p.hook == fromPod && m.overlaid {
-			o.end = fwdEncap
-		}
-	case bpf.DpPwPlaceKindPW_PLACE_WIRE:
-		o.end = fwdWire
-	default:
-		o.end = fwdHost
-		if !ingress {
-			o.end = bpf.DpPwReasonPW_DROP_NO_ROUTE
-		}
-	}
-	return o
-}
-
-// icmpError goes where the flow of the packet it quotes goes.
-func (m *model) icmpError(p packet, o outcome) outcome {
-	host := p.from.kind == bpf.DpPwPlaceKindPW_PLACE_HOST
-	k := flowKey{
-		Src: p.quote.Dst, Dst: p.quote.Src, Sport: p.quote.Dport, Dport: p.quote.Sport,
-		Proto: p.quote.Proto, Via: p.key.Via,
-	}
-	f, dir := m.find(k)
-	o.end = m.mayUse(p.from, p.key)
-	switch {
-	case o.end != 0:
-	case k.Dst != p.key.Dst, f == nil, m.expired(f), !m.fresh(f), !host && !f.rightPlace(dir, p.from):
-		o.end = unrelated
-		if host {
-			o.end = passed // the node's own word to its own pods
-		}
-	case f.denied != 0:
-		o.end = f.denied
-	case f.xlate:
-		o.end = translated
-	default:
-		return m.deliver(f, dir, p, o, false)
-	}
-	return o
-}
-
-// takesDecap: does the device's hook take the tunnel header off itself?
-func (m *model) takesDecap(p packet) bool {
-	f, dir := m.find(p.key)
-	if p.quote != nil || p.key.Via != 0 || p.ttl <= 1 || !m.known(f, dir, p) {
-		return false
-	}
-	return at(f.entry(dir).To).kind == bpf.DpPwPlaceKindPW_PLACE_POD
-}
-
-// sweep removes outlived flows, and what promotion left behind.
-func (m *model) sweep(keys []flowKey) (removed int) {
-	for _, k := range keys {
-		f, _ := m.find(k)
-		if f == nil {
-			continue
-		}
-		if f.confirmed {
-			delete(m.left, k)
-		}
-		if m.expired(f) {
-			m.end(f)
-			removed++
-		}
-	}
-	return removed
-}
-
-// entry is the flow's entry of one direction, complete in itself.
-func (f *mflow) entry(dir int) pwmaps.Flow {
-	e := pwmaps.Flow{
-		LastSeen: f.seen[dir], Created: f.created, Verdict: pwmaps.VerdictAllow,
-		Src: f.back.Dst, Dst: f.back.Src, Sport: f.back.Dport, Dport: f.back.Sport,
-		From: pwPlace(f.from), To: pwPlace(f.to), Mac: f.mac, Nexthop: f.hop,
-		SrcGen: f.src, DstGen: f.dst, Service: f.service, Rule: f.rule,
-	}
-	if dir == reply {
-		e.Src, e.Dst, e.Sport, e.Dport = f.key.Dst, f.key.Src, f.key.Dport, f.key.Sport
-		e.From, e.To, e.Mac, e.Nexthop = pwPlace(f.to), pwPlace(f.home), f.homeMAC, f.homeHop
-		e.TwinVia = f.key.Via
-		e.Flags = uint8(flagReply)
-	}
-	if f.denied != 0 {
-		e.Verdict, e.Reason = pwmaps.VerdictDeny, uint8(f.denied)
-	}
-	for flag, set := range map[bpf.DpPwFlowFlags]bool{
-		flagXlate: f.xlate, flagReplied: f.replied, flagMidstream: f.midstream,
-		bpf.DpPwFlowFlagsPW_F_CONFIRMED: f.confirmed,
-	} {
-		if set {
-			e.Flags |= uint8(flag)
-		}
-	}
-	for bit, set := range map[uint8]bool{finOrig: f.fin[orig], finReply: f.fin[reply], tcpRST: f.rst} {
-		if set {
-			e.Tcp |= bit
-		}
-	}
-	return e
-}
-
-func pwPlace(p place) pwmaps.Place { return pwmaps.Place{Id: p.id, Kind: uint8(p.kind)} }
-
-// clone is a copy for trying a choice that cannot be seen from outside.
-func (m *model) clone() *model {
-	out := *m
-	out.flows = make([]*mflow, len(m.flows))
-	for i, f := range m.flows {
-		copied := *f
-		out.flows[i] = &copied
-	}
-	out.left = make(map[flowKey]pwmaps.Flow, len(m.left))
-	for k, e := range m.left {
-		out.left[k] = e
-	}
-	return &out
 }

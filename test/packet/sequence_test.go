@@ -422,7 +422,7 @@ func (e *engine) change(s step, kind byte) string {
 
 func (e *engine) newSet(s step) {
 	w, c, f := e.w, e.m.cluster, e.w.f
-	sets := [][]netip.Addr{{f.local, f.remote}, {f.local}, {f.remote}, {f.third, f.local, f.remote}, {}}
+	sets := [][]netip.Addr{{f.local, f.remote}, {f.local}, {f.remote}, {f.third, f.local, f.remote}, {}, {f.nodeB}, {f.nodeA, f.local}}
 	vips := []netip.Addr{f.vip, f.vipLocal, f.vipRemote}
 	k := pwmaps.ServiceKey{Addr: pwmaps.ToAddr(vips[int(s.x)%len(vips)]), Port: svcPort, Proto: pwmaps.ProtoTCP}
 	if s.x&0x80 != 0 {

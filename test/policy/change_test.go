@@ -99,25 +99,32 @@ func (w *world) amounts(flows []flow) []uint64 {
 	return out
 }
 
-// stopped: the denial is in force, so while packets go on being dropped
-// nothing arrives on any flow.
+// stopped: once the denial is in force, nothing arrives on any flow while
+// packets go on being dropped.
 func (w *world) stopped(flows []flow) {
 	w.Helper()
-	w.dropsMore(5) // what was on its way before the denial has arrived
-	before := w.amounts(flows)
-	w.dropsMore(40)
-	for i, n := range w.amounts(flows) {
-		if n != before[i] {
-			w.Errorf("flow %d goes on under denial: %d, then %d", i, before[i], n)
+	ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+	defer cancel()
+	w.must(cluster.Eventually(ctx, func() error {
+		w.dropsMore(5) // what was on its way has arrived
+		before := w.amounts(flows)
+		w.dropsMore(40)
+		for i, n := range w.amounts(flows) {
+			if n != before[i] {
+				return fmt.Errorf("flow %d goes on under denial: %d, then %d", i, before[i], n)
+			}
 		}
-	}
+		return nil
+	}))
 }
 
 func (w *world) dropsMore(n uint64) {
 	w.Helper()
 	start, err := w.dropped()
 	w.must(err)
-	w.must(cluster.Eventually(w.ctx, func() error {
+	ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+	defer cancel()
+	w.must(cluster.Eventually(ctx, func() error {
 		now, err := w.dropped()
 		if err == nil && now-start < n {
 			err = fmt.Errorf("policy dropped %d packets, waiting for %d", now-start, n)

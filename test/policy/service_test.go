@@ -22,10 +22,10 @@ var frontends = map[int32]int32{80: portA, portB: portA, portA: portB}
 // putService gives a pod a service of its own, in both families.
 func (w *world) putService(key string) []netip.Addr {
 	w.Helper()
-	w.next++
+	w.hosts++
 	vips := []netip.Addr{
-		netip.MustParseAddr(fmt.Sprintf("10.98.7.%d", w.next)),
-		netip.MustParseAddr(fmt.Sprintf("fd00:10:98::7%02x", w.next)),
+		netip.MustParseAddr(fmt.Sprintf("10.98.7.%d", w.hosts)),
+		netip.MustParseAddr(fmt.Sprintf("fd00:10:98::7%02x", w.hosts)),
 	}
 	p := w.pods[key]
 	meta := metav1.ObjectMeta{Namespace: p.Namespace, Name: "svc-" + p.Name}
@@ -104,6 +104,20 @@ func (w *world) services() {
 	vips := map[string][]netip.Addr{}
 	for _, key := range []string{"x/a", "x/b", "v/a"} {
 		vips[key] = w.putService(key)
+	}
+	// The nodes hear of services apart from policies.
+	for _, list := range vips {
+		for _, vip := range list {
+			for _, from := range []string{"x/c", "v/b"} {
+				w.must(cluster.Eventually(w.ctx, func() error {
+					res := w.probe([]mesh.Probe{{From: w.netns(from), Proto: "tcp", To: netip.AddrPortFrom(vip, 80)}})[0]
+					if res.Outcome != mesh.Answered {
+						return fmt.Errorf("%v from %s: %s %v", vip, from, res.Outcome, res.Err)
+					}
+					return nil
+				}))
+			}
+		}
 	}
 	var blocks []string
 	for _, list := range vips {

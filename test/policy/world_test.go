@@ -36,7 +36,8 @@ type world struct {
 	pods       map[string]*corev1.Pod // by namespace/name
 	namespaces map[string]map[string]string
 	policies   map[string]*networkingv1.NetworkPolicy
-	next       int // of addresses and marks
+	hosts      int // last host part of an address given away
+	marks      int
 }
 
 // layout is every pod of the matrix: three namespaces over two nodes.
@@ -53,7 +54,7 @@ func newWorld(t *testing.T) *world {
 	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 	t.Cleanup(cancel)
 	w := &world{
-		T: t, ctx: ctx, c: cluster.ForTest(t, cluster.Config{}), sets: map[string]pwmaps.Set{}, next: 10,
+		T: t, ctx: ctx, c: cluster.ForTest(t, cluster.Config{}), sets: map[string]pwmaps.Set{}, hosts: 10,
 		pods: map[string]*corev1.Pod{}, policies: map[string]*networkingv1.NetworkPolicy{},
 		namespaces: map[string]map[string]string{
 			"x": {"team": "red", "stage": "prod"}, "v": {"team": "blue"}, "z": {}, "sys": {},
@@ -112,7 +113,7 @@ func (w *world) run(name string, fn func(*world)) {
 	w.T.Run(name, func(t *testing.T) {
 		sub := *w
 		sub.T = t
-		defer func() { w.next = sub.next }()
+		defer func() { w.hosts, w.marks = sub.hosts, sub.marks }()
 		sub.clear()
 		fn(&sub)
 	})
@@ -148,18 +149,18 @@ func labelled(s string) map[string]string {
 func (w *world) newPod(namespace, name, node, labels string) *corev1.Pod {
 	w.Helper()
 	n := w.c.Node(node)
-	w.next++
+	w.hosts++
 	p := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{
 			Namespace: namespace, Name: name, Labels: labelled(labels),
-			UID: types.UID(fmt.Sprintf("uid-%s-%s-%d", namespace, name, w.next)),
+			UID: types.UID(fmt.Sprintf("uid-%s-%s-%d", namespace, name, w.hosts)),
 		},
 		Spec:   corev1.PodSpec{NodeName: node, Containers: []corev1.Container{{Name: "main", Image: "main"}}},
 		Status: corev1.PodStatus{Phase: corev1.PodRunning},
 	}
 	for _, cidr := range n.Config.PodCIDRs {
 		b := cidr.Addr().AsSlice()
-		b[len(b)-1] = byte(w.next)
+		b[len(b)-1] = byte(w.hosts)
 		a, _ := netip.AddrFromSlice(b)
 		p.Status.PodIPs = append(p.Status.PodIPs, corev1.PodIP{IP: a.String()})
 	}
@@ -214,13 +215,31 @@ func (w *world) remove(name string) {
 }
 
 // settled waits until both nodes have in force what was written before the
-// call: a mark, a policy of a namespace of its own, is written after it and
-// awaited.
+// call. What an agent reads in one go it takes over in no particular order:
+// when a first mark is in force, everything before it has been read, and when
+// a second one is, which was written after that, it has been taken over.
 func (w *world) settled() {
 	w.Helper()
-	w.next++
-	mark := &networkingv1.NetworkPolicy{ObjectMeta: metav1.ObjectMeta{Namespace: "sys", Name: fmt.Sprintf("mark-%d", w.next)}}
+	w.mark()
+	w.mark()
+}
+
+// mark writes a policy and the label of the pods it selects, and waits until
+// it isolates them on both nodes.
+func (w *world) mark() {
+	w.Helper()
+	w.marks++
+	value := fmt.Sprint(w.marks)
+	mark := &networkingv1.NetworkPolicy{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "sys", Name: "mark-" + value},
+		Spec:       networkingv1.NetworkPolicySpec{PodSelector: metav1.LabelSelector{MatchLabels: map[string]string{"mark": value}}},
+	}
 	w.must(w.c.Manifests.Put(mark))
+	for _, n := range w.c.Nodes {
+		p := w.pods["sys/"+n.NodeName]
+		p.Labels["mark"] = value
+		w.must(w.c.Manifests.Put(p))
+	}
 	ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
 	defer cancel()
 	for _, n := range w.c.Nodes {

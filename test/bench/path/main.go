@@ -95,6 +95,9 @@ func run(ctx context.Context, o options) error {
 	return nil
 }
 
+// bringUp is how long a topology may take on a machine that is busy.
+const bringUp = 3 * time.Minute
+
 // runBuild measures all rounds of one build.
 func runBuild(ctx context.Context, o options, modes []mode, loads []workload, res *results) (err error) {
 	b := &bench{o: o, tops: map[string]*topology{}}
@@ -103,7 +106,7 @@ func runBuild(ctx context.Context, o options, modes []mode, loads []workload, re
 		if b.tops[m.topology] != nil {
 			continue
 		}
-		up, cancel := context.WithTimeout(ctx, time.Minute)
+		up, cancel := context.WithTimeout(ctx, bringUp)
 		t, err := buildTopology(up, m)
 		cancel()
 		if t != nil {
@@ -128,49 +131,50 @@ type bench struct {
 	tops map[string]*topology
 }
 
-// steady is how far the two measurements of the first mode that enclose a
-// round may lie apart, and tries how often a round is measured until they do.
+// steady is how far the two probes that enclose a round may lie apart, and
+// tries how often a round is measured until they do not.
 const (
 	steady = 0.08
 	tries  = 4
 )
 
-// round measures every mode once under one workload, the first of them before
-// and after the others: when the machine's pace changed meanwhile (somebody
-// else began or ceased to use the core's other half) the round says nothing
-// and is repeated. The last try counts in any case.
+// round measures every mode once under one workload, between two probes: the
+// first mode once more, before and after. When the machine's pace changed
+// meanwhile (somebody else began or ceased to use the core's other half) the
+// round says nothing and is repeated. The last try counts in any case. The
+// probes are no figures: a mode that was measured twice, or always first,
+// would not be measured like the others.
 func (b *bench) round(ctx context.Context, round int, modes []mode, w workload, res *results) error {
-	for try := 1; ; try++ {
-		samples := map[string]sample{}
-		measure := func(m mode) (sample, error) {
-			s, err := b.measure(ctx, m, w)
-			if err != nil {
-				err = fmt.Errorf("%s, %s: %w", m.name, w.name, err)
-			}
-			return s, err
+	measure := func(m mode) (sample, error) {
+		s, err := b.measure(ctx, m, w)
+		if err != nil {
+			err = fmt.Errorf("%s, %s: %w", m.name, w.name, err)
 		}
-		first, err := measure(modes[0])
+		return s, err
+	}
+	for try := 1; ; try++ {
+		before, err := measure(modes[0])
 		if err != nil {
 			return err
 		}
+		samples := map[string]sample{}
 		// Another order each time, so that nobody always comes first.
-		for i := range modes[1:] {
-			m := modes[1+(i+round+try)%(len(modes)-1)]
+		for i := range modes {
+			m := modes[(i+round+try)%len(modes)]
 			if samples[m.name], err = measure(m); err != nil {
 				return err
 			}
 		}
-		last, err := measure(modes[0])
+		after, err := measure(modes[0])
 		if err != nil {
 			return err
 		}
-		if max(first.P50, last.P50) > (1+steady)*min(first.P50, last.P50) {
+		if max(before.P50, after.P50) > (1+steady)*min(before.P50, after.P50) {
 			res.unsteady(try == tries)
 			if try < tries {
 				continue
 			}
 		}
-		samples[modes[0].name] = first.mean(last)
 		for _, m := range modes {
 			res.add(m.name, w.name, samples[m.name])
 		}

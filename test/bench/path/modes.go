@@ -90,17 +90,6 @@ type sample struct {
 	P75        float64 `json:"p75"`
 }
 
-// mean is the mean of two measurements of the same.
-func (s sample) mean(o sample) sample {
-	return sample{
-		Operations: s.Operations + o.Operations,
-		Min:        min(s.Min, o.Min),
-		P25:        (s.P25 + o.P25) / 2,
-		P50:        (s.P50 + o.P50) / 2,
-		P75:        (s.P75 + o.P75) / 2,
-	}
-}
-
 // measure runs one workload in one mode and checks which way it took.
 func (b *bench) measure(ctx context.Context, m mode, w workload) (s sample, err error) {
 	t := b.tops[m.topology]

@@ -1,0 +1,300 @@
+package packet
+
+import (
+	"flag"
+	"fmt"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
+
+	"github.com/podweir/podweir/internal/bpf"
+	pwmaps "github.com/podweir/podweir/internal/maps"
+)
+
+var openCount = flag.Int("open.count", 6000, "how many flows TestParallelOpens opens from two CPUs at once, per family")
+
+// opener has the same tuples opened by two CPUs at the same moments, round
+// after round: on empty tables, over closed flows and over outlived ones.
+type opener struct {
+	w       *world
+	flows   int
+	asks    [3][][]byte // SYN, ACK, RST of the client
+	before  map[row]uint64
+	backend []addr // of each flow, as chosen in this round
+	port    []uint16
+	failed  []string
+}
+
+const (
+	askSYN = iota
+	askACK
+	askRST
+)
+
+func newOpener(w *world, flows int) *opener {
+	w.t.Helper()
+	f := w.f
+	w.backends(setFree, ap(f.local, podPort), ap(f.local, podPort+1), ap(f.third, podPort), ap(f.third, podPort+1))
+	w.service(f.vip, svcPort, pwmaps.ProtoTCP, pwmaps.Service{Id: 1, Set: setFree, Count: 4})
+	o := &opener{w: w, flows: flows, backend: make([]addr, flows), port: make([]uint16, flows)}
+	for kind, flags := range []uint8{syn, ack, rst} {
+		for i := range flows {
+			pkt := tcp(o.client(i).src, o.client(i).dst, flags).bytes(w.t)
+			copy(pkt, w.devs[devClient].mac)
+			o.asks[kind] = append(o.asks[kind], pkt)
+		}
+	}
+	o.before = w.counters()
+	return o
+}
+
+func (o *opener) client(i int) frame {
+	return tcp(ap(o.w.f.client, uint16(1024+i)), ap(o.w.f.vip, svcPort), syn)
+}
+
+func (o *opener) failf(format string, args ...any) {
+	if len(o.failed) < 10 {
+		o.failed = append(o.failed, fmt.Sprintf(format, args...))
+	}
+}
+
+// counted is how often something happened at from_pod since the beginning.
+func (o *opener) counted(why reason) uint64 {
+	k := row{why, fromPod, o.w.f.v6}
+	return o.w.counters()[k] - o.before[k]
+}
+
+// sent is what left for a packet, and where.
+type sent struct {
+	dst          addr
+	sport, dport uint16
+	dropped      bool
+}
+
+// together has both CPUs send the same packets, each at the same moment.
+func (o *opener) together(kind, round int) (out [2][]sent) {
+	o.w.t.Helper()
+	var turn [2]atomic.Int64
+	var errs [2]error
+	var done sync.WaitGroup
+	for cpu := range 2 {
+		out[cpu] = make([]sent, o.flows)
+		done.Go(func() {
+			runtime.LockOSThread()
+			defer runtime.UnlockOSThread()
+			var was, one unix.CPUSet
+			if unix.SchedGetaffinity(0, &was) == nil && runtime.NumCPU() > 1 {
+				one.Set(cpu)
+				// Where it is refused the scheduler's choice will do.
+				_ = unix.SchedSetaffinity(0, &one)
+				defer func() { _ = unix.SchedSetaffinity(0, &was) }()
+			}
+			for i, pkt := range o.asks[kind] {
+				for turn[cpu].Store(int64(i)); turn[1-cpu].Load() < int64(i); {
+					runtime.Gosched()
+				}
+				// Find the moment: now one is late, now the other.
+				late := (i + round) % 50
+				if cpu == 0 {
+					late = 50 - late
+				}
+				for range 20 * late {
+					_ = turn[cpu].Load()
+				}
+				s, err := o.send(devClient, pkt)
+				if err != nil {
+					errs[cpu] = err
+				}
+				out[cpu][i] = s
+			}
+			turn[cpu].Store(int64(o.flows))
+		})
+	}
+	done.Wait()
+	for _, err := range errs {
+		if err != nil {
+			o.w.t.Fatal(err)
+		}
+	}
+	return out
+}
+
+func (o *opener) send(dev string, pkt []byte) (sent, error) {
+	opts := ebpf.RunOptions{
+		Data: pkt, DataOut: make([]byte, len(pkt)+64), Context: &skBuff{Ifindex: o.w.index(dev)},
+	}
+	action, err := o.w.objs.FromPod.Run(&opts)
+	if err != nil || action == actDrop {
+		return sent{dropped: true}, err
+	}
+	d, _ := decode(opts.DataOut)
+	s, p := d.ports()
+	return sent{dst: pwmaps.ToAddr(d.dst), sport: s, dport: p}, nil
+}
+
+// answer sends the chosen backend's SYN-ACK for every flow.
+func (o *opener) answer() {
+	o.w.t.Helper()
+	for i := range o.flows {
+		if o.port[i] == 0 {
+			continue // no flow in this round: reported already
+		}
+		dev := devLocal
+		if o.backend[i] == pwmaps.ToAddr(o.w.f.third) {
+			dev = devThird
+		}
+		fr := tcp(ap(pwmaps.FromAddr(o.backend[i]), o.port[i]), o.client(i).src, syn|ack)
+		pkt := fr.bytes(o.w.t)
+		copy(pkt, o.w.devs[dev].mac)
+		s, err := o.send(dev, pkt)
+		if err != nil {
+			o.w.t.Fatal(err)
+		}
+		if s.dropped || s.sport != svcPort || s.dport != o.client(i).src.Port() {
+			o.failf("flow %d: the answer left as %+v", i, s)
+		}
+	}
+}
+
+// one checks that both CPUs sent to one backend, from the client's own port.
+func (o *opener) one(out [2][]sent, first bool) {
+	for i := range o.flows {
+		for cpu := range 2 {
+			s := out[cpu][i]
+			switch {
+			case s.dropped:
+				continue
+			case s.sport != o.client(i).src.Port():
+				o.failf("flow %d: source port became %d", i, s.sport)
+			case first && o.port[i] == 0:
+				o.backend[i], o.port[i] = s.dst, s.dport
+			case s.dst != o.backend[i] || s.dport != o.port[i]:
+				o.failf("flow %d: two backends", i)
+			}
+		}
+	}
+}
+
+// whole checks that a table holds two entries a flow that name each other.
+func (o *opener) whole(m pwmaps.Map[flowKey, pwmaps.Flow]) {
+	o.w.t.Helper()
+	all := dump(o.w, m)
+	if len(all) != 2*o.flows {
+		o.failf("%s: %d entries for %d flows", m.Name(), len(all), o.flows)
+	}
+	for i := range o.flows {
+		k := o.client(i).key()
+		f, ok := all[k]
+		back := flowKey{Src: f.Dst, Dst: f.Src, Sport: f.Dport, Dport: f.Sport, Proto: k.Proto}
+		r, twin := all[back]
+		if !ok || !twin || r.Src != k.Dst || r.Dst != k.Src || f.Dst != o.backend[i] || f.Dport != o.port[i] {
+			o.failf("%s: flow %d: entries %v and %v", m.Name(), i, ok, twin)
+		}
+	}
+}
+
+// round opens every flow once, has it answered and confirmed.
+func (o *opener) round(n int) {
+	o.w.t.Helper()
+	for i := range o.port {
+		o.port[i] = 0
+	}
+	o.one(o.together(askSYN, n), true)
+	o.whole(o.w.set.FlowsNew)
+	o.answer()
+	o.one(o.together(askACK, n), false)
+	o.whole(o.w.set.Flows)
+}
+
+// outlive moves every entry of both tables into the past.
+func (o *opener) outlive() {
+	o.w.t.Helper()
+	for _, m := range []pwmaps.Map[flowKey, pwmaps.Flow]{o.w.set.Flows, o.w.set.FlowsNew} {
+		all := dump(o.w, m)
+		for k, f := range all {
+			// Just beyond the limit: the clock may be younger than a day.
+			limit := 24 * time.Hour
+			if f.Tcp != 0 {
+				limit = time.Minute
+			}
+			f.LastSeen = o.w.now() - uint64(limit+10*time.Second)
+			all[k] = f
+		}
+		if err := m.PutAll(all); err != nil {
+			o.w.t.Fatal(err)
+		}
+	}
+}
+
+// empty sweeps all that is there; nothing may be left, whichever entries'
+// keys are asked for.
+func (o *opener) empty() {
+	o.w.t.Helper()
+	o.outlive()
+	for _, m := range []pwmaps.Map[flowKey, pwmaps.Flow]{o.w.set.Flows, o.w.set.FlowsNew} {
+		var keys []flowKey
+		for k := range dump(o.w, m) {
+			keys = append(keys, k)
+		}
+		for ; len(keys) > 0; keys = keys[min(64, len(keys)):] {
+			o.w.sweep(keys[:min(64, len(keys))]...)
+		}
+	}
+	for _, m := range []pwmaps.Map[flowKey, pwmaps.Flow]{o.w.set.Flows, o.w.set.FlowsNew} {
+		if left := dump(o.w, m); len(left) != 0 {
+			o.failf("%s: %d entries left behind", m.Name(), len(left))
+			clear(o.w, m)
+		}
+	}
+}
+
+// The same flows opened by both CPUs at once, many times over: one backend
+// each, no port changed without need, nothing left behind.
+func TestParallelOpens(t *testing.T) {
+	const flows = 2000
+	both(t, func(t *testing.T, w *world) {
+		o := newOpener(w, flows)
+		began, opened := time.Now(), 0
+		for n := 0; opened < *openCount; n++ {
+			o.round(n)
+			o.close(n)
+			opened += flows
+			if len(o.failed) > 0 {
+				t.Fatalf("round %d: %s", n, strings.Join(o.failed, "; "))
+			}
+		}
+		o.empty()
+		if len(o.failed) > 0 {
+			t.Fatal(strings.Join(o.failed, "; "))
+		}
+		t.Logf("%d flows opened by two CPUs at once in %v: %d created, %d races lost, %d taken over, %d confirmed, %d ports changed, %d dropped",
+			opened, time.Since(began).Round(time.Millisecond), o.counted(created), o.counted(raceLost), o.counted(takenOver),
+			o.counted(confirmed), o.counted(portChanged), o.counted(flowInsert)+o.counted(bpf.DpPwReasonPW_DROP_FLOW_COLLISION))
+		if n := o.counted(portChanged); n != 0 {
+			t.Errorf("%d ports changed without need", n)
+		}
+	})
+}
+
+// close ends the flows of a round in one of three ways.
+func (o *opener) close(round int) {
+	o.w.t.Helper()
+	switch round % 3 {
+	case 0: // closed: the next SYN makes a new flow
+		for _, pkt := range o.asks[askRST] {
+			if s, err := o.send(devClient, pkt); err != nil || s.dropped {
+				o.failf("RST: %+v, %v", s, err)
+			}
+		}
+	case 1:
+		o.outlive()
+	case 2:
+		o.empty()
+	}
+}
