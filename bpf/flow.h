@@ -22,6 +22,7 @@
  */
 #define PW_INSERT_TRIES 16
 #define PW_RESERVE_TRIES 3
+#define PW_VACANT_TRIES 64
 
 /*
  * Whose working space: hooks of one CPU do not interleave, but before 6.11
@@ -555,7 +556,7 @@ static __always_inline int pw_flow_vacant(const struct pw_flow_key *key)
 {
 	int i;
 
-	for (i = 0; i < PW_INSERT_TRIES; i++) {
+	for (i = 0; i < PW_VACANT_TRIES; i++) {
 		if (pw_flow_find(key))
 			return PW_EXISTS;
 		if (!bpf_map_lookup_elem(&pw_flows, key) &&
