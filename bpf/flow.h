@@ -22,6 +22,7 @@
  */
 #define PW_INSERT_TRIES 16
 #define PW_RESERVE_TRIES 3
+#define PW_VACANT_TRIES 64
 
 /*
  * Whose working space: hooks of one CPU do not interleave, but before 6.11
@@ -547,6 +548,25 @@ static __always_inline int pw_flow_reserve(struct pw_scratch *s, int *ours)
 }
 
 /*
+ * Is the tuple free? An old flow that another CPU is just removing is waited
+ * for now, while nothing is written: a reply entry that had to be taken back
+ * later might be that CPU's by then.
+ */
+static __always_inline int pw_flow_vacant(const struct pw_flow_key *key)
+{
+	int i;
+
+	for (i = 0; i < PW_VACANT_TRIES; i++) {
+		if (pw_flow_find(key))
+			return PW_EXISTS;
+		if (!bpf_map_lookup_elem(&pw_flows, key) &&
+		    !bpf_map_lookup_elem(&pw_flows_new, key))
+			return PW_INSERTED;
+	}
+	return PW_NO_ROOM;
+}
+
+/*
  * Writes both entries of a new flow: the scratch's fwd under key, rev under
  * rev_key. The insert of the forward entry decides between two CPUs that
  * create the same flow; the loser takes its reply entry back. Returns the
@@ -560,6 +580,9 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 
 	if (!key || !s)
 		return PW_DROP_FLOW_INSERT;
+	err = pw_flow_vacant(pw_key_arg(s, key));
+	if (err != PW_INSERTED)
+		return err == PW_EXISTS ? PW_FLOW_RACE_LOST : PW_DROP_FLOW_INSERT;
 	s->fwd.key_hash = pw_key_hash(key);
 	s->rev.key_hash = pw_key_hash(&s->rev_key);
 	err = pw_flow_reserve(s, &ours);
