@@ -21,6 +21,16 @@ import (
 
 func TestAddMakesAWorkingPodAndDelRemovesIt(t *testing.T) {
 	b := newBench(t)
+	// What new devices get here is none of what a pod's needs.
+	for file, value := range map[string]string{
+		"ipv4/conf/default/rp_filter": "1", "ipv4/conf/default/send_redirects": "1", "ipv4/conf/default/proxy_arp": "1",
+		"ipv4/conf/default/forwarding": "0", "ipv6/conf/default/accept_ra": "1", "ipv6/conf/default/addr_gen_mode": "0",
+		"ipv6/conf/default/disable_ipv6": "1",
+	} {
+		if err := os.WriteFile("/proc/sys/net/"+file, []byte(value), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
 	req, ns := b.request("client", "10.244.80.65", "fd00:10:244:50::65")
 	down := func(call string) {
 		for _, l := range hostLinks(t) {

@@ -107,6 +107,14 @@ func TestCheckNamesEveryDifference(t *testing.T) {
 				return netlink.NeighDel(&netlink.Neigh{LinkIndex: l.Attrs().Index, IP: net.ParseIP("169.254.1.1")})
 			})
 		}, []string{"neighbour 169.254.1.1", ep.HostMAC.String()}},
+		"pod neighbour's MAC": {func() {
+			inPod(func(l netlink.Link) error {
+				return netlink.NeighSet(&netlink.Neigh{LinkIndex: l.Attrs().Index, IP: net.ParseIP("fe80::1"), State: netlink.NUD_PERMANENT, HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 9}})
+			})
+		}, []string{"neighbour fe80::1"}},
+		"host neighbour not permanent": {func() {
+			must(netlink.NeighSet(&netlink.Neigh{LinkIndex: ep.HostIfindex, IP: net.ParseIP("10.244.80.65"), State: netlink.NUD_REACHABLE, HardwareAddr: ep.MAC}))
+		}, []string{"neighbour 10.244.80.65", ep.HostIfName}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			ep = b.add(req)
