@@ -127,7 +127,6 @@ func TestFlowsThatVanish(t *testing.T) {
 	ctx := within(t, 2*time.Minute)
 	w.service(t, ctx, "vanish", "10.98.0.15", "fd00:10:98::15", w.remote)
 	w.service(t, ctx, "vanish2", "10.98.0.16", "fd00:10:98::16", w.remote, w.other)
-	number := uint16(43000)
 	for _, how := range []struct {
 		name string
 		do   func(*testing.T, uint16)
@@ -136,7 +135,7 @@ func TestFlowsThatVanish(t *testing.T) {
 			t.Run(how.name+" "+f.name, func(t *testing.T) {
 				at := port(f.of(w.remote), serverPort)
 				for _, serverFirst := range []bool{false, true} {
-					number++
+					number := w.port()
 					c, s := pair(ctx, t, w.client, w.remote, port(f.of(w.client), number), at, at)
 					ok(t, say(c, s, "hello"))
 					ok(t, say(s, c, "hello"))
@@ -152,7 +151,7 @@ func TestFlowsThatVanish(t *testing.T) {
 					}
 				}
 				// By the service with one backend.
-				number++
+				number := w.port()
 				c, s := pair(ctx, t, w.client, w.remote, port(f.of(w.client), number), at, port(f.pick("10.98.0.15", "fd00:10:98::15"), 80))
 				ok(t, say(c, s, "hello"))
 				ok(t, say(s, c, "hello"))
@@ -175,7 +174,7 @@ func TestFlowsThatVanish(t *testing.T) {
 					}
 				}
 				// UDP by the service: the next datagram is answered.
-				number++
+				number = w.port()
 				echo := echoUDP(t, w.remote.Netns, at)
 				u := udp(t, w.client.Netns, port(f.of(w.client), number), port(f.pick("10.98.0.15", "fd00:10:98::15"), 80), nil)
 				ok(t, talk(u, "one"))
@@ -188,7 +187,7 @@ func TestFlowsThatVanish(t *testing.T) {
 			t.Run(how.name+" two backends "+f.name, func(t *testing.T) {
 				resets := 0
 				for range 8 {
-					number++
+					number := w.port()
 					c, s := w.pairOfTwo(ctx, t, f, number)
 					ok(t, say(c, s, "hello"))
 					ok(t, say(s, c, "hello"))
@@ -235,14 +234,15 @@ func TestOutOfWindowSegments(t *testing.T) {
 	raw, gw := rawSocket(t, w.client.Netns, "eth0"), hostMAC(t, w.client)
 	for _, f := range families {
 		t.Run(f.name, func(t *testing.T) {
+			number := w.port()
 			vip := f.pick("10.98.0.18", "fd00:10:98::18")
-			c, s := pair(ctx, t, w.client, w.remote, port(f.of(w.client), 43999), port(f.of(w.remote), serverPort), port(vip, 80))
+			c, s := pair(ctx, t, w.client, w.remote, port(f.of(w.client), number), port(f.of(w.remote), serverPort), port(vip, 80))
 			ok(t, say(c, s, "hello"))
 			ok(t, say(s, c, "hello"))
 			capture, err := w.remote.Capture(ctx, "eth0")
 			ok(t, err)
 			ok(t, raw.send(packet{
-				srcMAC: raw.mac, dstMAC: gw, src: f.of(w.client), dst: vip, sport: 43999, dport: 80, proto: 6,
+				srcMAC: raw.mac, dstMAC: gw, src: f.of(w.client), dst: vip, sport: number, dport: 80, proto: 6,
 				flags: ack | psh, seq: 0x70000000, ack: 0x60000000, payload: []byte("OUTSIDE"),
 			}.frame()))
 			p, err := capture.Find(ctx, "segment", func(p *cluster.Packet) bool { return bytes.Contains(p.Frame, []byte("OUTSIDE")) })
@@ -296,10 +296,9 @@ func TestReusedTuples(t *testing.T) {
 	ctx := within(t, time.Minute)
 	w.service(t, ctx, "reuse", "10.98.0.19", "fd00:10:98::19", w.remote)
 	policy := denyIngress("remote")
-	number := uint16(44000)
 	for _, f := range families {
 		t.Run(f.name, func(t *testing.T) {
-			number++
+			number := w.port()
 			from, at, to := port(f.of(w.client), number), port(f.of(w.remote), serverPort), port(f.pick("10.98.0.19", "fd00:10:98::19"), 80)
 			closed := func() {
 				t.Helper()
@@ -374,11 +373,12 @@ func TestPolicyReachesRunningFlows(t *testing.T) {
 	for _, f := range families {
 		t.Run(f.name, func(t *testing.T) {
 			at, to := port(f.of(w.remote), serverPort), port(f.pick("10.98.0.20", "fd00:10:98::20"), 80)
-			c, s := pair(ctx, t, w.client, w.remote, port(f.of(w.client), 45000), at, to)
+			from := port(f.of(w.client), w.port())
+			c, s := pair(ctx, t, w.client, w.remote, from, at, to)
 			ok(t, say(c, s, "hello"))
 			ok(t, say(s, c, "hello"))
 			defer echoUDP(t, w.remote.Netns, at).Close()
-			u := udp(t, w.client.Netns, port(f.of(w.client), 45000), to, nil)
+			u := udp(t, w.client.Netns, from, to, nil)
 			ok(t, talk(u, "one"))
 			ok(t, talk(u, "two"))
 			capture, err := w.remote.Capture(ctx, "eth0")

@@ -19,8 +19,7 @@ import (
 func TestPodThatForwards(t *testing.T) {
 	w := shared(t)
 	ctx := within(t, 2*time.Minute)
-	behind, err := w.AddHost(ctx, "behind")
-	ok(t, err)
+	behind := w.host(t, ctx, "behind")
 	router := w.remote
 	for key, value := range map[string]string{"net/ipv4/ip_forward": "1", "net/ipv6/conf/all/forwarding": "1"} {
 		ok(t, router.Sysctl(key, value))
@@ -58,7 +57,8 @@ func TestPodThatForwards(t *testing.T) {
 		ip -6 rule add from fd00:51::2 table 51`))
 	t.Cleanup(func() {
 		ctx := context.Background()
-		ok(t, run(ctx, router.Netns, "nft delete table inet t\nip link del in0"))
+		ok(t, run(ctx, behind, "ip link del own\nip rule del table 51\nip -6 rule del table 51"))
+		ok(t, run(ctx, router.Netns, "nft delete table inet t\nip link del own\nip link del in0"))
 		for key, value := range map[string]string{"net/ipv4/ip_forward": "0", "net/ipv6/conf/all/forwarding": "0"} {
 			ok(t, router.Sysctl(key, value))
 		}

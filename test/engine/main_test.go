@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -21,7 +22,27 @@ type world struct {
 	a, b                         *cluster.Node
 	client, local, remote, other *cluster.Pod // client and local on a
 	kernel                       *kernelNode
+	ports                        atomic.Uint32
+	hosts                        map[string]*cluster.Netns
 }
+
+// host is a machine that is no node; it lives as long as the cluster.
+func (w *world) host(t testing.TB, ctx context.Context, name string, addrs ...netip.Prefix) *cluster.Netns {
+	t.Helper()
+	if w.hosts[name] == nil {
+		n, err := w.AddHost(ctx, name, addrs...)
+		ok(t, err)
+		if w.hosts == nil {
+			w.hosts = map[string]*cluster.Netns{}
+		}
+		w.hosts[name] = n
+	}
+	return w.hosts[name]
+}
+
+// port is a client's port that no flow has had yet: outside the range the
+// kernel takes ports from, and that of translated ones.
+func (w *world) port() uint16 { return uint16(30000 + w.ports.Add(1)) }
 
 // sharedWorld is what most cases run in; it ends with the process.
 var sharedWorld struct {

@@ -24,8 +24,7 @@ type vtep struct {
 // newVTEP adds a node with this address that is nothing but a socket.
 func (w *world) newVTEP(ctx context.Context, t *testing.T, name, addr string, to *cluster.Node) *vtep {
 	t.Helper()
-	host, err := w.AddHost(ctx, name, netip.MustParsePrefix(addr))
-	ok(t, err)
+	host := w.host(t, ctx, name, netip.MustParsePrefix(addr))
 	v := &vtep{node: netip.MustParsePrefix(addr).Addr(), to: to}
 	obj := nodeObject(name, []netip.Addr{v.node}, nil)
 	ok(t, w.Manifests.Put(obj))
@@ -60,17 +59,17 @@ func TestSpoofedLiveTuples(t *testing.T) {
 		for _, proto := range []byte{6, 17} {
 			t.Run(fmt.Sprint(f.name, " protocol ", proto), func(t *testing.T) {
 				here, there := f.of(w.client), f.of(w.remote)
-				to := port(there, serverPort)
+				to, number := port(there, serverPort), w.port()
 				var conn net.Conn
 				if proto == 6 {
 					echoTCP(t, w.remote.Netns, to)
-					c, err := dial(ctx, w.client.Netns, port(here, 40000), to, nil)
+					c, err := dial(ctx, w.client.Netns, port(here, number), to, nil)
 					ok(t, err)
 					t.Cleanup(func() { c.(*net.TCPConn).SetLinger(0); c.Close() })
 					conn = c
 				} else {
 					defer echoUDP(t, w.remote.Netns, to).Close()
-					conn = udp(t, w.client.Netns, port(here, 40000), to, nil)
+					conn = udp(t, w.client.Netns, port(here, number), to, nil)
 				}
 				ok(t, talk(conn, "one"))
 				ok(t, talk(conn, "two"))
@@ -78,8 +77,8 @@ func TestSpoofedLiveTuples(t *testing.T) {
 				ok(t, err)
 				onRemote, err := w.remote.Capture(ctx, "eth0")
 				ok(t, err)
-				forward := packet{src: here, dst: there, sport: 40000, dport: serverPort, proto: proto, flags: ack | psh, payload: []byte("SPOOFED forward")}
-				reply := packet{src: there, dst: here, sport: serverPort, dport: 40000, proto: proto, flags: ack | psh, payload: []byte("SPOOFED reply")}
+				forward := packet{src: here, dst: there, sport: number, dport: serverPort, proto: proto, flags: ack | psh, payload: []byte("SPOOFED forward")}
+				reply := packet{src: there, dst: here, sport: serverPort, dport: number, proto: proto, flags: ack | psh, payload: []byte("SPOOFED reply")}
 				before := counters(t, w.a)
 				for _, p := range []packet{forward, reply} {
 					p.srcMAC, p.dstMAC = pod.mac, podGW
@@ -125,8 +124,7 @@ func TestSpoofedLiveTuples(t *testing.T) {
 func TestSpoofedSources(t *testing.T) {
 	w := shared(t)
 	ctx := within(t, time.Minute)
-	stranger, err := w.AddHost(ctx, "stranger", netip.MustParsePrefix("172.31.0.66/24"))
-	ok(t, err)
+	stranger := w.host(t, ctx, "stranger", netip.MustParsePrefix("172.31.0.66/24"))
 	outside := udp(t, stranger, "", "172.31.0.2:4789", nil)
 	peer := w.newVTEP(ctx, t, "peer2", "172.31.0.6/24", w.a)
 	pod := rawSocket(t, w.local.Netns, "eth0")

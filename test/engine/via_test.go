@@ -31,7 +31,7 @@ func TestServicesThatShareABackend(t *testing.T) {
 		}
 		for _, f := range families {
 			t.Run(server.PodName+" "+f.name, func(t *testing.T) {
-				from, at := port(f.of(w.client), 41000), port(f.of(server), serverPort)
+				from, at := port(f.of(w.client), w.port()), port(f.of(server), serverPort)
 				echoTCP(t, server.Netns, at)
 				defer echoUDP(t, server.Netns, at).Close()
 				share := func(fd int) error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1) }
@@ -135,13 +135,13 @@ func TestOnePortThroughTwoEntryNodes(t *testing.T) {
 				} else {
 					defer watchedTCP(t, w.remote.Netns, at, seen).Close()
 				}
-				before := counters(t, w.b)
+				before, number := counters(t, w.b), w.port()
 				var conns []*entry
 				clients := map[string]bool{}
 				for i, v := range peers {
 					e := &entry{vtep: v, out: packet{
 						srcMAC: via, src: f.pick("203.0.113.7", "2001:db8:7::7"), dst: f.of(w.remote),
-						sport: 40000, dport: serverPort, proto: proto, seq: uint32(1000 * (i + 1)),
+						sport: number, dport: serverPort, proto: proto, seq: uint32(1000 * (i + 1)),
 					}}
 					if proto == 6 {
 						e.out.flags = syn
@@ -160,8 +160,8 @@ func TestOnePortThroughTwoEntryNodes(t *testing.T) {
 					clients[<-seen] = true
 					conns = append(conns, e)
 				}
-				if !clients[port(f.pick("203.0.113.7", "2001:db8:7::7"), 40000)] || len(clients) != 2 {
-					t.Errorf("the backend saw %v, want port 40000 once and another", clients)
+				if !clients[port(f.pick("203.0.113.7", "2001:db8:7::7"), number)] || len(clients) != 2 {
+					t.Errorf("the backend saw %v, want port %d once and another", clients, number)
 				}
 				// In turns, so that each must find its own way back.
 				for round := range 4 {

@@ -1,0 +1,171 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"testing"
+	"time"
+
+	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/test/cluster"
+)
+
+// sports are the source ports of a flood. When all have been used, it goes on
+// with the next destination port: no two packets of it are of one tuple, which
+// would make the second a sign of life.
+const sports = 64000
+
+// flood sends n packets from the pod's own address, each of another tuple.
+func flood(t testing.TB, from *cluster.Pod, p packet, n int) {
+	t.Helper()
+	raw := rawSocket(t, from.Netns, "eth0")
+	p.srcMAC, p.dstMAC = raw.mac, hostMAC(t, from)
+	first := p.dport
+	for i := range n {
+		p.sport, p.dport, p.seq = uint16(1024+i%sports), first+uint16(i/sports), uint32(i)
+		ok(t, raw.send(p.frame()))
+	}
+}
+
+// confirmed counts a node's confirmed flows.
+func confirmed(t testing.TB, n *cluster.Node) int {
+	t.Helper()
+	all, err := mapsOf(t, n).Flows.Dump()
+	ok(t, err)
+	return len(all)
+}
+
+// slow are established connections that say something now and then.
+type slow struct {
+	conns []net.Conn
+	turns int
+}
+
+func newSlow(ctx context.Context, t testing.TB, from *cluster.Pod, to string, n int) *slow {
+	t.Helper()
+	s := &slow{}
+	t.Cleanup(func() {
+		for _, c := range s.conns {
+			c.Close()
+		}
+	})
+	for range n {
+		c, err := dial(ctx, from.Netns, "", to, nil)
+		ok(t, err)
+		s.conns = append(s.conns, c)
+	}
+	ok(t, s.round())
+	return s
+}
+
+// round has every connection say a word and get it back.
+func (s *slow) round() error {
+	s.turns++
+	var errs []error
+	for i, c := range s.conns {
+		if err := talk(c, fmt.Sprintf("turn %d of %d\n", s.turns, i)); err != nil {
+			errs = append(errs, fmt.Errorf("connection %d: %w", i, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// during repeats rounds until fn is done.
+func (s *slow) during(fn func()) (rounds int, err error) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		fn()
+	}()
+	for {
+		rounds++
+		if err := s.round(); err != nil {
+			<-done
+			return rounds, err
+		}
+		select {
+		case <-done:
+			return rounds, s.round()
+		default:
+		}
+	}
+}
+
+// floods runs floods beside established flows: SYNs to open ports, and
+// datagrams to a server that answers each. What is established, by pod address and by
+// service, loses nothing, and the flood confirms nothing.
+func floods(t testing.TB, packets, flows int) {
+	w := shared(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
+	defer cancel()
+	w.service(t, ctx, "flood", "10.98.0.18", "fd00:10:98::18", w.remote)
+	// Every SYN has its SYN-ACK: a queue that is full answers with cookies.
+	for i := range uint16(packets/sports + 1) {
+		echoTCP(t, w.remote.Netns, port(w.remote.IPv4(), 9100+i))
+		echoUDP(t, w.remote.Netns, port(w.remote.IPv4(), 9100+i))
+	}
+	echoTCP(t, w.remote.Netns, port(w.remote.IPv4(), serverPort))
+	byPod := newSlow(ctx, t, w.client, port(w.remote.IPv4(), serverPort), flows/2)
+	byService := newSlow(ctx, t, w.client, "10.98.0.18:80", flows/2)
+	all := &slow{conns: append(append([]net.Conn(nil), byPod.conns...), byService.conns...)}
+	ok(t, all.round())
+	before := map[*cluster.Node]int{w.a: confirmed(t, w.a), w.b: confirmed(t, w.b)}
+	attacker, target := w.local, w.remote
+	for _, kind := range []struct {
+		name string
+		p    packet
+	}{
+		{"SYNs to open ports", packet{proto: 6, flags: syn, dport: 9100}},
+		{"datagrams to a server that answers", packet{proto: 17, dport: 9100, payload: []byte("flood")}},
+	} {
+		kind.p.src, kind.p.dst = attacker.IPv4(), target.IPv4()
+		start := time.Now()
+		base, baseB := counters(t, w.a), counters(t, w.b)
+		rounds, err := all.during(func() { flood(t, attacker, kind.p, packets) })
+		if err != nil {
+			t.Errorf("%s: %v", kind.name, err)
+		}
+		got, gotB := counters(t, w.a).since(base), counters(t, w.b).since(baseB)
+		t.Logf("%d %s in %v: %d rounds of %d flows, 0 lost=%v; node-a created %d, confirmed %d, answers delivered %d, drops %v; node-b created %d, confirmed %d, drops %v",
+			packets, kind.name, time.Since(start).Round(time.Millisecond), rounds, flows, err == nil,
+			got["flow_created"], got["flow_confirmed"], got["fwd_decap/from_netdev"], got.drops(),
+			gotB["flow_created"], gotB["flow_confirmed"], gotB.drops())
+		if got["flow_created"] < packets*9/10 {
+			t.Errorf("%s: only %d new flows: no flood", kind.name, got["flow_created"])
+		}
+		if n := got["flow_confirmed"] + gotB["flow_confirmed"]; n > 0 {
+			t.Errorf("%s: confirmed %d flows", kind.name, n)
+		}
+		for n, was := range before {
+			// The sweeper may have removed older ones meanwhile.
+			if now := confirmed(t, n); now > was {
+				t.Errorf("%s: %s has %d confirmed entries, %d before", kind.name, n.NodeName, now, was)
+			}
+		}
+		for _, drop := range []string{"drop_flow_insert", "drop_flow_collision", "drop_helper"} {
+			if n := got[drop] + gotB[drop]; n > 0 {
+				t.Errorf("%s: %s %d", kind.name, drop, n)
+			}
+		}
+	}
+	ok(t, all.round())
+	// Away with what the flood left, for the tests that look at every entry.
+	for _, n := range []*cluster.Node{w.a, w.b} {
+		set := mapsOf(t, n)
+		var left []maps.FlowKey
+		ok(t, set.FlowsNew.Each(func(k maps.FlowKey, _ maps.Flow) error { left = append(left, k); return nil }))
+		t.Logf("%s: %d of %d unconfirmed entries in use", n.NodeName, len(left), set.FlowsNew.MaxEntries())
+		ok(t, set.FlowsNew.DeleteAll(left))
+	}
+}
+
+func TestFlood(t *testing.T) { floods(t, 100_000, 200) }
+
+// BenchmarkFlood is the full-sized flood; run it once, with -benchtime 1x.
+func BenchmarkFlood(b *testing.B) {
+	for b.Loop() {
+		floods(b, 1_000_000, 2_000)
+	}
+}
