@@ -96,26 +96,39 @@ static __always_inline int pw_has_via(struct __sk_buff *skb, __u32 base)
 	return (void *)(eth + 1) <= end && !__builtin_memcmp(eth->h_source, via, 6);
 }
 
-/* The device sends the frame where this key says. */
+/*
+ * The device sends the frame where this key says, from this node's own tunnel
+ * address (index 0 of pw_nodes): left to itself, the kernel would take
+ * whichever address the route prefers, and the peer know nobody by it.
+ */
 static __always_inline int pw_set_tunnel(struct __sk_buff *skb, const struct pw_node *node)
 {
 	struct bpf_tunnel_key key = {};
 	__u64 flags = BPF_F_ZERO_CSUM_TX;
+	struct pw_node *self;
+	__u32 zero = 0;
 	int i;
 
+	self = bpf_map_lookup_elem(&pw_nodes, &zero);
+	if (!self)
+		return -1;
 	key.tunnel_id = cfg_vni;
 	key.tunnel_ttl = PW_TUNNEL_TTL;
 	if (pw_addr_is_v4(&node->addr)) {
-		/* Host order, unlike the IPv6 one. */
+		/* Host order, unlike the IPv6 ones. */
 		key.remote_ipv4 = bpf_ntohl(pw_addr_word(&node->addr, 3));
 		if (!key.remote_ipv4)
 			return -1;
+		if (pw_addr_is_v4(&self->addr))
+			key.local_ipv4 = bpf_ntohl(pw_addr_word(&self->addr, 3));
 	} else {
 		for (i = 0; i < 4; i++)
 			key.remote_ipv6[i] = pw_addr_word(&node->addr, i);
 		if (!(key.remote_ipv6[0] | key.remote_ipv6[1] | key.remote_ipv6[2] |
 		      key.remote_ipv6[3]))
 			return -1;
+		for (i = 0; i < 4 && !pw_addr_is_v4(&self->addr); i++)
+			key.local_ipv6[i] = pw_addr_word(&self->addr, i);
 		flags |= BPF_F_TUNINFO_IPV6;
 	}
 	return bpf_skb_set_tunnel_key(skb, &key, sizeof(key), flags);

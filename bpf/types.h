@@ -288,7 +288,8 @@ enum pw_node_flags {
 };
 
 /*
- * A tunnel peer; index = node id, 1-based. Zero addr = no such node.
+ * A tunnel peer; index = node id, 1-based. Zero addr = no such node. Of index
+ * 0 only addr counts: this node's own tunnel address.
  *
  * header is what stands before the inner IP header on the wire: outer
  * Ethernet (addresses left to the neighbour table), IPv4, UDP, VXLAN, inner

@@ -43,6 +43,9 @@ type localEndpoint struct {
 	pod types.NamespacedName
 }
 
+// selfNode is the index of pw_nodes that holds this node's own address.
+const selfNode = 0
+
 // peerInput is what one round has compiled.
 type peerInput struct {
 	self      string
@@ -196,7 +199,9 @@ func (p *peers) apply(in peerInput) error {
 	m.addrs(p.addrs.Prune())
 	m.prefixes(p.prefixes.Prune())
 	for _, id := range renumbered {
-		p.bumpNode(id)
+		if id != selfNode {
+			p.bumpNode(id)
+		}
 	}
 	p.dropUnusedSlots()
 	note(p.gens.flush())

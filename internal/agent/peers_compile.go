@@ -12,6 +12,9 @@ func (p *peers) compileNodes(in peerInput) (ids map[string]uint32, errs []error)
 	ids = make(map[string]uint32)
 	nodes := make(map[uint32]maps.Node)
 	byAddr := make(map[maps.Addr]uint32)
+	if in.selfAddr.IsValid() {
+		nodes[selfNode] = maps.Node{Addr: maps.ToAddr(in.selfAddr)}
+	}
 	for _, n := range in.nodes {
 		if n.Name == in.self || !n.Addr.IsValid() {
 			continue

@@ -89,7 +89,8 @@ func (p pinned) Close() error                                         { return p
 func (p pinned) Nodes() (map[uint32]maps.Node, error) {
 	out := map[uint32]maps.Node{}
 	err := p.set.Nodes.Each(func(id uint32, n maps.Node) error {
-		if n.Addr != (maps.Addr{}) {
+		// Index 0 is this node's own address, no id.
+		if id != 0 && n.Addr != (maps.Addr{}) {
 			out[id] = n
 		}
 		return nil

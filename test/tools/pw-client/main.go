@@ -84,7 +84,7 @@ func (o *options) parse(fs *flag.FlagSet, args []string) error {
 // dial connects from the source asked for. A source port is bound with
 // SO_REUSEADDR, so that it can be used again at once.
 func (o *options) dial(ctx context.Context) (net.Conn, error) {
-	d := net.Dialer{Timeout: o.timeout}
+	d := net.Dialer{Timeout: o.timeout, Control: probe.LargeBuffer}
 	d.SetMultipathTCP(false)
 	if o.source != "" || o.sport != 0 {
 		ip := netip.IPv4Unspecified()
@@ -103,10 +103,10 @@ func (o *options) dial(ctx context.Context) (net.Conn, error) {
 		} else {
 			d.LocalAddr = net.TCPAddrFromAddrPort(src)
 		}
-		d.Control = func(_, _ string, c syscall.RawConn) error {
-			var serr error
+		d.Control = func(network, address string, c syscall.RawConn) error {
+			serr := probe.LargeBuffer(network, address, c)
 			err := c.Control(func(fd uintptr) {
-				serr = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEADDR, 1)
+				serr = errors.Join(serr, unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEADDR, 1))
 			})
 			return errors.Join(err, serr)
 		}
