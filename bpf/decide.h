@@ -7,6 +7,7 @@
 #ifndef PW_DECIDE_H
 #define PW_DECIDE_H
 
+#include "create.h"
 #include "flow.h"
 #include "metrics.h"
 #include "policy.h"

@@ -15,6 +15,15 @@
 #define PW_NEXT (-1)
 #define PW_SHOT 2
 
+/* Has another of our hooks decided this packet? It says so once. */
+static __always_inline int pw_take_mark(struct __sk_buff *skb)
+{
+	if (!(skb->mark & cfg_mark))
+		return 0;
+	skb->mark &= ~cfg_mark;
+	return 1;
+}
+
 static __always_inline int pw_drop(struct __sk_buff *skb, const struct pw_pkt *p, __u32 reason)
 {
 	pw_count(reason, p->hook, p->v6, skb->len);

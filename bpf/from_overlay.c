@@ -12,8 +12,7 @@ int from_overlay(struct __sk_buff *skb)
 	int err, peer;
 
 	/* A pod's answer to the host, see pw_to_host. */
-	if (skb->mark & cfg_mark) {
-		skb->mark &= ~cfg_mark;
+	if (pw_take_mark(skb)) {
 		pw_make_ours(skb);
 		return PW_NEXT;
 	}

@@ -416,4 +416,17 @@ static __always_inline int pw_parse(struct __sk_buff *skb, struct pw_pkt *p)
 	return pw_parse_at(skb, p, 0);
 }
 
+/*
+ * A packet that the host's stack sends. "From the host" means no ingress
+ * device, never an address.
+ */
+static __always_inline int pw_parse_from_stack(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	int err = pw_parse(skb, p);
+
+	p->from.kind = skb->ingress_ifindex ? PW_PLACE_WIRE : PW_PLACE_HOST;
+	p->from.id = skb->ingress_ifindex;
+	return err;
+}
+
 #endif

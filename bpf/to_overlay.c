@@ -12,13 +12,9 @@ int to_overlay(struct __sk_buff *skb)
 	struct pw_pkt p = { .hook = PW_TO_OVERLAY };
 	int err;
 
-	if (skb->mark & cfg_mark) {
-		skb->mark &= ~cfg_mark;
+	if (pw_take_mark(skb))
 		return PW_NEXT;
-	}
-	err = pw_parse(skb, &p);
-	p.from.kind = skb->ingress_ifindex ? PW_PLACE_WIRE : PW_PLACE_HOST;
-	p.from.id = skb->ingress_ifindex;
+	err = pw_parse_from_stack(skb, &p);
 	if (err)
 		return pw_drop(skb, &p, err);
 	/* The device has no neighbours to ask for. */

@@ -291,18 +291,22 @@ func (e *engine) report(c conversation, s step) string {
 	return e.send(p, false)
 }
 
-// age moves a flow's last packets into the past: one entry or both.
+// age moves a flow's birth and last packets into the past: those of one
+// entry, or of both.
 func (e *engine) age(s step) string {
 	if len(e.m.flows) == 0 {
 		return ""
 	}
 	f := e.m.flows[int(s.talk)%len(e.m.flows)]
 	by := uint64(s.x%10)*timeUnit + timeUnit/2
+	f.created = e.w.now() - by
 	for dir, k := range []flowKey{f.key, f.back} {
-		if s.y%4 == byte(dir) || !f.have[dir] {
-			continue // 2 and 3: both
+		if !f.have[dir] {
+			continue
 		}
-		f.seen[dir] = e.w.now() - by
+		if s.y%4 != byte(dir) { // 2 and 3: both
+			f.seen[dir] = e.w.now() - by
+		}
 		m := e.w.set.FlowsNew
 		if f.confirmed {
 			m = e.w.set.Flows
@@ -311,7 +315,10 @@ func (e *engine) age(s step) string {
 		if err != nil || !ok {
 			return fmt.Sprintf("entry %s to be aged: %v, %v", pwmaps.KeyString(k), ok, err)
 		}
-		v.LastSeen = f.seen[dir]
+		v.Created = f.created
+		if s.y%4 != byte(dir) {
+			v.LastSeen = f.seen[dir]
+		}
 		put(e.w, m, k, v)
 	}
 	return ""

@@ -1,0 +1,232 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * The birth of a flow: its two entries, races between CPUs, and reply tuples
+ * that are taken.
+ */
+#ifndef PW_CREATE_H
+#define PW_CREATE_H
+
+#include "flow.h"
+
+/* How many source ports are tried before a collision is given up. */
+#define PW_PORT_PROBES 32
+/*
+ * How often an insert is tried where another CPU is just removing what was
+ * there: that is over in less than a microsecond.
+ */
+#define PW_INSERT_TRIES 16
+#define PW_RESERVE_TRIES 3
+#define PW_VACANT_TRIES 64
+
+/* An existing reply entry that belongs to the very flow being created. */
+static __always_inline int pw_same_origin(const struct pw_flow *a, const struct pw_flow *b)
+{
+	return a->flags & PW_F_REPLY && pw_addr_eq(&a->src, &b->src) &&
+	       pw_addr_eq(&a->dst, &b->dst) && a->sport == b->sport && a->dport == b->dport &&
+	       a->twin_via == b->twin_via;
+}
+
+enum pw_insert {
+	PW_INSERTED,
+	PW_EXISTS, /* a live one is there */
+	PW_NO_ROOM,
+};
+
+/*
+ * Puts one entry into pw_flows_new unless a live one is there, in either
+ * table. An outlived one makes room, what is being removed is waited for,
+ * and the tables are read again after the insert: a promotion may have come
+ * between.
+ */
+__noinline int pw_flow_insert(const struct pw_flow_key *k, const struct pw_flow *val)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	const struct pw_flow_key *key;
+	struct pw_flow *old;
+	int i;
+
+	if (!k || !val || !s)
+		return PW_NO_ROOM;
+	for (i = 0; i < PW_INSERT_TRIES; i++) {
+		old = pw_flow_find(pw_key_arg(s, k));
+		if (old) {
+			if (!pw_flow_expired(k, old, PW_SCRATCH_PACKET))
+				return PW_EXISTS;
+			if (!pw_flow_claim(k, old, PW_SCRATCH_PACKET))
+				continue;
+		}
+		key = pw_key_arg(s, k);
+		s->copy = *val; /* an argument too, see pw_key_arg */
+		if (bpf_map_update_elem(&pw_flows_new, key, &s->copy, BPF_NOEXIST))
+			continue;
+		if (!bpf_map_lookup_elem(&pw_flows, key))
+			return PW_INSERTED;
+		bpf_map_delete_elem(&pw_flows_new, key);
+	}
+	return bpf_map_lookup_elem(&pw_flows_new, pw_key_arg(s, k)) ? PW_EXISTS : PW_NO_ROOM;
+}
+
+/* A port of the host's that one of its sockets uses is not ours to give. */
+__noinline int pw_port_in_use(struct __sk_buff *skb, __u8 proto, __u16 port)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	struct bpf_sock_tuple t = {};
+	struct bpf_sock *sk;
+	__u32 len;
+	int i;
+
+	if (!s)
+		return 1;
+	if (pw_addr_is_v4(&s->fwd.src)) {
+		t.ipv4.saddr = pw_addr_word(&s->fwd.dst, 3);
+		t.ipv4.daddr = pw_addr_word(&s->fwd.src, 3);
+		t.ipv4.sport = bpf_htons(s->fwd.dport);
+		t.ipv4.dport = bpf_htons(port);
+		len = sizeof(t.ipv4);
+	} else {
+		for (i = 0; i < 4; i++) {
+			t.ipv6.saddr[i] = pw_addr_word(&s->fwd.dst, i);
+			t.ipv6.daddr[i] = pw_addr_word(&s->fwd.src, i);
+		}
+		t.ipv6.sport = bpf_htons(s->fwd.dport);
+		t.ipv6.dport = bpf_htons(port);
+		len = sizeof(t.ipv6);
+	}
+	if (proto == IPPROTO_TCP)
+		sk = bpf_skc_lookup_tcp(skb, &t, len, BPF_F_CURRENT_NETNS, 0);
+	else
+		sk = bpf_sk_lookup_udp(skb, &t, len, BPF_F_CURRENT_NETNS, 0);
+	if (!sk)
+		return 0;
+	bpf_sk_release(sk);
+	return 1;
+}
+
+/*
+ * The reply tuple belongs to another live flow: look for a source port whose
+ * reply tuple is free and reserve it by the insert itself. Ports come from
+ * outside the NodePort and the usual local range; bounded probing.
+ */
+__noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_key *key)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	__u32 range = cfg_port_max - cfg_port_min + 1, start = bpf_get_prandom_u32();
+	__u16 port;
+	int i, err;
+
+	if (!key || !s || (key->proto != IPPROTO_TCP && key->proto != IPPROTO_UDP))
+		return PW_DROP_FLOW_COLLISION;
+	for (i = 0; i < PW_PORT_PROBES; i++) {
+		/* An odd step visits distinct ports of the range. */
+		port = cfg_port_min + (start + i * 7919) % range;
+		if (s->fwd.from.kind == PW_PLACE_HOST && pw_port_in_use(skb, key->proto, port))
+			continue;
+		s->rev_key.dport = port;
+		s->rev.key_hash = pw_key_hash(&s->rev_key);
+		err = pw_flow_insert(&s->rev_key, &s->rev);
+		if (err == PW_NO_ROOM)
+			return PW_DROP_FLOW_INSERT;
+		if (err == PW_INSERTED) {
+			s->fwd.sport = port;
+			s->fwd.flags |= PW_F_XLATE;
+			return 0;
+		}
+	}
+	return PW_DROP_FLOW_COLLISION;
+}
+
+/*
+ * The reply entry: whose is it? Another CPU's that creates this very flow,
+ * or what a flood has left of an earlier one of the same tuple; either way it
+ * is ours now, with nothing of the past but its birth, which twins share.
+ * Returns enum pw_insert, PW_EXISTS for another flow's.
+ */
+static __always_inline int pw_flow_reserve(struct pw_scratch *s, int *ours)
+{
+	struct pw_flow *other = NULL;
+	int i, err = PW_NO_ROOM;
+
+	*ours = 0;
+	for (i = 0; i < PW_RESERVE_TRIES && !other; i++) {
+		err = pw_flow_insert(&s->rev_key, &s->rev);
+		if (err != PW_EXISTS) {
+			*ours = err == PW_INSERTED;
+			return err;
+		}
+		/* None: it was there, and is being removed by another CPU. */
+		other = pw_flow_find(&s->rev_key);
+	}
+	if (!other)
+		return PW_NO_ROOM;
+	if (!pw_same_origin(other, &s->rev))
+		return PW_EXISTS;
+	s->fwd.created = s->rev.created = other->created;
+	if (!(other->flags & PW_F_CONFIRMED) &&
+	    bpf_map_update_elem(&pw_flows_new, &s->rev_key, &s->rev, BPF_ANY))
+		return PW_NO_ROOM;
+	return PW_INSERTED;
+}
+
+/*
+ * Is the tuple free? An old flow that another CPU is just removing is waited
+ * for now, while nothing is written: a reply entry that had to be taken back
+ * later might be that CPU's by then.
+ */
+static __always_inline int pw_flow_vacant(const struct pw_flow_key *key)
+{
+	int i;
+
+	for (i = 0; i < PW_VACANT_TRIES; i++) {
+		if (pw_flow_find(key))
+			return PW_EXISTS;
+		if (!bpf_map_lookup_elem(&pw_flows, key) &&
+		    !bpf_map_lookup_elem(&pw_flows_new, key))
+			return PW_INSERTED;
+	}
+	return PW_NO_ROOM;
+}
+
+/*
+ * Writes both entries of a new flow: the scratch's fwd under key, rev under
+ * rev_key. The insert of the forward entry decides between two CPUs that
+ * create the same flow; the loser takes its reply entry back. Returns the
+ * reason to count: created, race lost (use the winner's entry), or a drop.
+ */
+__noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *key)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_flow *other;
+	int ours, err, result = PW_FLOW_CREATED;
+
+	if (!key || !s)
+		return PW_DROP_FLOW_INSERT;
+	err = pw_flow_vacant(pw_key_arg(s, key));
+	if (err != PW_INSERTED)
+		return err == PW_EXISTS ? PW_FLOW_RACE_LOST : PW_DROP_FLOW_INSERT;
+	s->fwd.key_hash = pw_key_hash(key);
+	s->rev.key_hash = pw_key_hash(&s->rev_key);
+	err = pw_flow_reserve(s, &ours);
+	if (err == PW_NO_ROOM)
+		return PW_DROP_FLOW_INSERT;
+	if (err == PW_EXISTS) {
+		s->rev.flags |= PW_F_XLATE;
+		err = pw_flow_other_port(skb, key);
+		if (err)
+			return err;
+		ours = 1;
+		result = PW_FLOW_PORT_CHANGED;
+	}
+	err = pw_flow_insert(key, &s->fwd);
+	if (err == PW_INSERTED)
+		return result;
+	/* Lost: take back the reply entry, unless it is the winner's too. */
+	if (ours) {
+		other = pw_flow_find(pw_key_arg(s, key));
+		if (!other || !pw_addr_eq(&other->dst, &s->fwd.dst) ||
+		    other->dport != s->fwd.dport || other->sport != s->fwd.sport)
+			bpf_map_delete_elem(&pw_flows_new, &s->rev_key);
+	}
+	return err == PW_EXISTS ? PW_FLOW_RACE_LOST : PW_DROP_FLOW_INSERT;
+}
+
+#endif

@@ -1,0 +1,65 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * Working space that the stack has no room for: 512 bytes are all that a
+ * whole chain of calls has.
+ */
+#ifndef PW_SCRATCH_H
+#define PW_SCRATCH_H
+
+#include "maps.h"
+#include "resolve.h"
+
+/*
+ * Whose working space: hooks of one CPU do not interleave, but before 6.11
+ * one may interrupt a sweep, which is run from a process.
+ */
+enum pw_scratch_of {
+	PW_SCRATCH_PACKET = 0,
+	PW_SCRATCH_SWEEP = 1,
+	PW_SCRATCHES = 2,
+};
+
+/* Working space. */
+struct pw_scratch {
+	struct pw_flow fwd;
+	struct pw_flow rev;
+	struct pw_flow copy;
+	struct pw_flow known; /* of an established packet, off the stack */
+	struct pw_flow_key rev_key;
+	struct pw_flow_key embedded;
+	struct pw_flow_key twin; /* of the entry being looked at */
+	struct pw_flow_key arg;  /* see pw_key_arg */
+	struct pw_target src;
+	struct pw_target dst;
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, PW_SCRATCHES);
+	__type(key, __u32);
+	__type(value, struct pw_scratch);
+} pw_scratch SEC(".maps");
+
+static __always_inline struct pw_scratch *pw_get_scratch_of(__u32 who)
+{
+	return bpf_map_lookup_elem(&pw_scratch, &who);
+}
+
+static __always_inline struct pw_scratch *pw_get_scratch(void)
+{
+	return pw_get_scratch_of(PW_SCRATCH_PACKET);
+}
+
+/*
+ * A key that a global function was given, as an argument for map helpers:
+ * 6.1 takes it from the stack, a packet or a map, but not from memory that
+ * its verifier knows by size alone. Good until the next global call.
+ */
+static __always_inline const struct pw_flow_key *pw_key_arg(struct pw_scratch *s,
+							    const struct pw_flow_key *k)
+{
+	s->arg = *k;
+	return &s->arg;
+}
+
+#endif
