@@ -139,7 +139,10 @@ func TestServiceIsNoBypass(t *testing.T) {
 		each(fwdLocal, miss, created)
 		w.edit(f.client, func(e *maps.Endpoint) { e.PolicyOut = 1 })
 		each(egressDenied, miss)
-		w.policy(1, idLocal, maps.PolicyAny, 0, 0, maps.VerdictAllow)
+		w.policy(1, idLocal, maps.PolicyPort, maps.ProtoTCP, svcPort, maps.VerdictAllow)
+		w.policy(1, maps.IdentityWorld, maps.PolicyAny, 0, 0, maps.VerdictAllow) // whoever is at the service's address
+		each(egressDenied, miss)
+		w.policy(1, idLocal, maps.PolicyPort, maps.ProtoTCP, podPort, maps.VerdictAllow)
 		each(fwdLocal, miss, created)
 	})
 }
