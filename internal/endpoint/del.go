@@ -91,7 +91,8 @@ func (m *Manager) remove(ctx context.Context, e *entry) error {
 
 // removeLink takes the host's half down, detaches the datapath and removes
 // the pair, in this order: nothing passes without programs. An interface that
-// is gone is detached under the index that it had.
+// is gone is detached under the index that it had, unless another device has
+// that index by now: a reboot begins to count anew.
 func (m *Manager) removeLink(ctx context.Context, name string, ifindex int) error {
 	h, err := newHandle()
 	if err != nil {
@@ -104,7 +105,13 @@ func (m *Manager) removeLink(ctx context.Context, name string, ifindex int) erro
 	}
 	indexes := map[int]bool{}
 	if ifindex != 0 {
-		indexes[ifindex] = true
+		other, err := linkByIndex(h, ifindex)
+		if err != nil {
+			return err
+		}
+		if other == nil {
+			indexes[ifindex] = true
+		}
 	}
 	if link != nil {
 		indexes[link.Attrs().Index] = true

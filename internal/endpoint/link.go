@@ -27,6 +27,19 @@ func linkByName(h *netlink.Handle, name string) (netlink.Link, error) {
 	return link, nil
 }
 
+// linkByIndex returns nil without an error if there is no such interface.
+func linkByIndex(h *netlink.Handle, index int) (netlink.Link, error) {
+	link, err := h.LinkByIndex(index)
+	var notFound netlink.LinkNotFoundError
+	if errors.As(err, &notFound) || errors.Is(err, unix.ENODEV) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("look up interface %d: %w", index, err)
+	}
+	return link, nil
+}
+
 // deleteLink removes an interface; one that is gone is no error.
 func deleteLink(h *netlink.Handle, link netlink.Link) error {
 	err := h.LinkDel(link)

@@ -168,6 +168,43 @@ func TestEndpointsAreRemovedAfterAReboot(t *testing.T) {
 	b.expectNothing()
 }
 
+// A reboot counts interfaces anew: the index of a record's interface may be
+// another device's, whose programs are none of the record's.
+func TestRecordWhoseIndexIsAnothersByNow(t *testing.T) {
+	b := newBench(t)
+	gone, _ := b.request("gone")
+	goneEp := b.add(gone)
+	kept, ns := b.request("kept")
+	keptEp := b.add(kept)
+	link, err := netlink.LinkByName(goneEp.HostIfName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := netlink.LinkDel(link); err != nil {
+		t.Fatal(err)
+	}
+	file := filepath.Join(b.state, "endpoints", "c-gone:eth0.json")
+	content, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	index := func(i int) string { return fmt.Sprintf(`"hostIfindex": %d`, i) }
+	moved := strings.Replace(string(content), index(goneEp.HostIfindex), index(keptEp.HostIfindex), 1)
+	if err := os.WriteFile(file, []byte(moved), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.restart(); err != nil {
+		t.Error(err)
+	}
+	if got := b.List(); len(got) != 1 || got[0].Pod != "kept" {
+		t.Errorf("endpoints: %v", got)
+	}
+	if err := b.fakes.Attached(t.Context(), keptEp.HostIfindex); err != nil {
+		t.Errorf("programs of the other pod: %v", err)
+	}
+	b.expectTraffic(ns, keptEp)
+}
+
 func TestCorruptedFileIsSetAside(t *testing.T) {
 	b := newBench(t)
 	bad, _ := b.request("bad")
@@ -189,6 +226,8 @@ func TestCorruptedFileIsSetAside(t *testing.T) {
 		{"noise", "\x00\xff\x00"},
 		{"other key", strings.ReplaceAll(string(content), "c-bad", "c-other")},
 		{"version", strings.Replace(string(content), `"version": 1`, `"version": 7`, 1)},
+		{"another's interface", strings.Replace(string(content), badEp.HostIfName, goodEp.HostIfName, 1)},
+		{"no interface of ours", strings.Replace(string(content), badEp.HostIfName, "eth0", 1)},
 		{"no address", strings.Replace(string(content), badEp.Addrs[0].String(), "", 1)},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -98,6 +98,10 @@ func (r record) validate(name string) error {
 	if ep.ID == 0 || len(ep.Addrs) == 0 || ep.HostIfName == "" || len(ep.MAC) != 6 || len(ep.HostMAC) != 6 {
 		return errors.New("a required field is missing")
 	}
+	// What is removed later is removed by this name.
+	if want := HostIfName(ep.Namespace, ep.Pod, ep.ContainerID, ep.IfName); ep.HostIfName != want {
+		return fmt.Errorf("its host interface is %q and would be %s", ep.HostIfName, want)
+	}
 	for _, a := range ep.Addrs {
 		if !a.IsValid() {
 			return errors.New("an address is empty")

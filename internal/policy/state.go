@@ -83,27 +83,37 @@ func Restore(s Snapshot) *State {
 			st.tables[k.Table] = t
 		}
 		t[k] = e
-		st.nextIdentity = max(st.nextIdentity, k.Identity+1)
-		st.nextTable = max(st.nextTable, k.Table+1)
-		st.nextRule = max(st.nextRule, e.Rule+1)
+		st.nextIdentity = after(st.nextIdentity, k.Identity)
+		st.nextTable = after(st.nextTable, k.Table)
+		st.nextRule = after(st.nextRule, e.Rule)
 	}
 	for _, ids := range s.Endpoints {
 		for _, id := range ids {
-			st.nextTable = max(st.nextTable, id+1)
+			st.nextTable = after(st.nextTable, id)
 			if id != 0 && st.tables[id] == nil {
 				st.tables[id] = Table{}
 			}
 		}
 	}
 	for _, id := range s.Addrs {
-		st.nextIdentity = max(st.nextIdentity, id+1)
+		st.nextIdentity = after(st.nextIdentity, id)
 	}
 	for _, id := range s.Prefixes {
-		st.nextIdentity = max(st.nextIdentity, id+1)
+		st.nextIdentity = after(st.nextIdentity, id)
 	}
 	for _, c := range s.PortClasses {
 		st.nextClass = max(st.nextClass, c.Class+1)
 	}
 	st.ports = restorePartition(s.PortClasses)
 	return st
+}
+
+// after is the counter behind a number in use. Numbers of the upper half come
+// from damage: counting on from them would come to 0, and table 0 lets
+// everything pass.
+func after(counter, number uint32) uint32 {
+	if number >= 1<<31 {
+		return counter
+	}
+	return max(counter, number+1)
 }
