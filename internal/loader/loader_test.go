@@ -249,6 +249,9 @@ func TestVanishedDevice(t *testing.T) {
 		removeDevice(t, "pwgone")
 		must(t, d.Detach(ctx, again))
 		must(t, d.Detach(ctx, 123456))
+		if pins := ls(t, linksDir(cfg.BPFFS)); len(pins) != 0 {
+			t.Fatalf("left behind by Detach: %q", pins)
+		}
 		// Gone while no process was there.
 		again = veth(t, "pwgone")
 		must(t, d.AttachPod(ctx, again, "pwgone"))
