@@ -20,6 +20,11 @@ func Cleanup(bpffs, stateDir, socket string, log *slog.Logger) error {
 	if err := socketInUse(socket); err != nil {
 		return err
 	}
+	unlock, err := lockFolders(stateDir, bpffs)
+	if err != nil {
+		return fmt.Errorf("cleanup: %w", err)
+	}
+	defer unlock()
 	errs := []error{loader.Cleanup(bpffs)}
 	stack, err := node.New(stateDir, log)
 	if err != nil {

@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	"strings"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -15,10 +16,11 @@ type collector struct {
 	set   maps.Set
 	sweep *sweeper
 
-	packets, bytes, entries, capacity *prometheus.Desc
-	rounds, roundTime, lastRound      *prometheus.Desc
-	compiled, bumps, removed          *prometheus.Desc
-	problems, ready, readErrors       *prometheus.Desc
+	packets, bytes, events       *prometheus.Desc
+	entries, capacity            *prometheus.Desc
+	rounds, roundTime, lastRound *prometheus.Desc
+	compiled, bumps, removed     *prometheus.Desc
+	problems, ready, readErrors  *prometheus.Desc
 }
 
 func newCollector(a *Agent, set maps.Set, sweep *sweeper) *collector {
@@ -28,6 +30,7 @@ func newCollector(a *Agent, set maps.Set, sweep *sweeper) *collector {
 	return &collector{
 		agent: a, set: set, sweep: sweep,
 		packets:    d("packets_total", "Packets by what became of them.", "reason", "hook", "family"),
+		events:     d("flow_events_total", "What the flow engine did with packets, and entries it swept.", "event", "hook", "family"),
 		bytes:      d("bytes_total", "Bytes by what became of them.", "reason", "hook", "family"),
 		entries:    d("map_entries", "Entries of a map; flows as of the last sweep.", "map"),
 		capacity:   d("map_capacity", "Entries a map has room for.", "map"),
@@ -46,7 +49,7 @@ func newCollector(a *Agent, set maps.Set, sweep *sweeper) *collector {
 // Describe implements [prometheus.Collector].
 func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		c.packets, c.bytes, c.entries, c.capacity, c.rounds, c.roundTime, c.lastRound,
+		c.packets, c.bytes, c.events, c.entries, c.capacity, c.rounds, c.roundTime, c.lastRound,
 		c.compiled, c.bumps, c.removed, c.problems, c.ready, c.readErrors,
 	} {
 		ch <- d
@@ -68,6 +71,10 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 	for _, s := range samples {
 		labels := []string{maps.ReasonName(s.Reason), maps.HookName(s.Hook), s.Family()}
+		if strings.HasPrefix(labels[0], "flow_") {
+			counter(c.events, float64(s.Packets), labels...)
+			continue
+		}
 		counter(c.packets, float64(s.Packets), labels...)
 		counter(c.bytes, float64(s.Bytes), labels...)
 	}

@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"os"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -60,6 +61,29 @@ const restoreTimeout = 15 * time.Second
 // shutdownTimeout bounds how long running requests may take when stopping.
 const shutdownTimeout = 5 * time.Second
 
+// sourceGrace is how long a source may take to end by itself.
+const sourceGrace = time.Second
+
+// runSource runs the source until ctx ends. A request under way, or the pause
+// before the next try, is not waited for: nothing depends on it any more.
+func runSource(ctx context.Context, src source.Source) error {
+	done := make(chan error, 1)
+	go func() { done <- src.Run(ctx) }()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+	}
+	grace := time.NewTimer(sourceGrace)
+	defer grace.Stop()
+	select {
+	case err := <-done:
+		return err
+	case <-grace.C:
+		return nil
+	}
+}
+
 // Run is the process: it returns when ctx ends or something vital fails.
 // What it set up stays; traffic goes on.
 func Run(ctx context.Context, cfg Config) (err error) {
@@ -70,6 +94,19 @@ func Run(ctx context.Context, cfg Config) (err error) {
 		return err
 	}
 	defer func() { _ = listener.Close() }() // removes the socket file; closed by the server as a rule
+
+	// Before anything is made on the node.
+	if err := loader.Prepare(cfg.BPFFS); err != nil {
+		return err
+	}
+	if err := os.MkdirAll(cfg.StateDir, 0o700); err != nil {
+		return fmt.Errorf("create state folder: %w", err)
+	}
+	unlock, err := lockFolders(cfg.StateDir, cfg.BPFFS)
+	if err != nil {
+		return err
+	}
+	defer unlock()
 
 	tables, err := table.New()
 	if err != nil {
@@ -129,7 +166,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	log.Info("starting", "node", cfg.NodeName, "version", cfg.Version, "source", from.Location, "bpffs", cfg.BPFFS, "socket", cfg.Socket)
 
 	g, ctx := errgroup.WithContext(ctx)
-	g.Go(func() error { return finish(ctx, "source", src.Run(ctx)) })
+	g.Go(func() error { return finish(ctx, "source", runSource(ctx, src)) })
 	g.Go(func() error { return finish(ctx, "loop", a.Run(ctx)) })
 	g.Go(func() error { sweep.run(ctx); return nil })
 	g.Go(func() error { return a.repair(ctx, manager) })

@@ -59,7 +59,7 @@ func serviceTable(v servicesView, wide bool) *table {
 		backends := list(svc.Backends, wide)
 		switch {
 		case svc.Count == 0:
-			backends = "none: refused"
+			backends = "none: dropped"
 		case len(svc.Backends) != int(svc.Count):
 			backends = strings.TrimSpace(fmt.Sprintf("%s (%d of %d in the map)", backends, len(svc.Backends), svc.Count))
 		}

@@ -270,7 +270,10 @@ func (d *Datapath) adoptLinks(ctx context.Context) error {
 		}
 		l, err := link.LoadPinnedLink(path, nil)
 		if err != nil {
-			return fmt.Errorf("open pinned link %s: %w", path, err)
+			// One bad file must not keep the node down. Should a program of
+			// ours hang behind it, attaching anew reports it by name.
+			d.log.Error("cannot open a pinned link; left alone, remove the file if it is no link", "path", path, "error", err)
+			continue
 		}
 		a := &attachment{key: key, device: strconv.Itoa(key.ifindex), link: l}
 		if dev, err := netlink.LinkByIndex(key.ifindex); err == nil {

@@ -59,13 +59,13 @@ func Load(ctx context.Context, cfg Config) (*Datapath, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
+	if err := Prepare(cfg.BPFFS); err != nil {
+		return nil, err
+	}
 	for _, dir := range []string{mapsDir(cfg.BPFFS), linksDir(cfg.BPFFS)} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			return nil, fmt.Errorf("create pin folder %s: %w", dir, err)
 		}
-	}
-	if err := checkBPFFS(cfg.BPFFS); err != nil {
-		return nil, err
 	}
 	spec, err := Spec(cfg)
 	if err != nil {
@@ -266,13 +266,24 @@ func detachPinned(path string) error {
 func mapsDir(bpffs string) string  { return filepath.Join(bpffs, "maps") }
 func linksDir(bpffs string) string { return filepath.Join(bpffs, "links") }
 
-func checkBPFFS(dir string) error {
+// Prepare makes the pin folder, or says why nothing can be pinned there.
+func Prepare(bpffs string) error {
+	near := bpffs
+	for {
+		if _, err := os.Stat(near); err == nil || near == filepath.Dir(near) {
+			break
+		}
+		near = filepath.Dir(near)
+	}
 	var st unix.Statfs_t
-	if err := unix.Statfs(dir, &st); err != nil {
-		return fmt.Errorf("inspect pin folder %s: %w", dir, err)
+	if err := unix.Statfs(near, &st); err != nil {
+		return fmt.Errorf("inspect pin folder %s: %w", near, err)
 	}
 	if st.Type != unix.BPF_FS_MAGIC {
-		return fmt.Errorf("pin folder %s is not on a bpffs: mount one there first (mount -t bpf bpf %s)", dir, filepath.Dir(dir))
+		return fmt.Errorf("pin folder %s is not on a bpffs: mount one first, for the default folder with 'mount -t bpf bpf /sys/fs/bpf'", bpffs)
+	}
+	if err := os.MkdirAll(bpffs, 0o700); err != nil {
+		return fmt.Errorf("create pin folder %s: %w", bpffs, err)
 	}
 	return nil
 }

@@ -106,7 +106,7 @@ func (a *apiSource) reporting(resource string, lw *cache.ListWatch) *cache.ListW
 		WatchFuncWithContext: func(ctx context.Context, opts metav1.ListOptions) (watch.Interface, error) {
 			w, err := lw.WatchWithContext(ctx, opts)
 			// A server that cannot stream a list is asked for a plain one next.
-			if opts.SendInitialEvents == nil || err == nil {
+			if opts.SendInitialEvents == nil || !apierrors.IsInvalid(err) {
 				report("watch", err)
 			}
 			return w, err

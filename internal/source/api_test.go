@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net"
 	"slices"
 	"strings"
 	"testing"
@@ -14,6 +15,8 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
 
 	"github.com/podweir/podweir/internal/fakeapi"
 	"github.com/podweir/podweir/internal/table"
@@ -281,7 +284,7 @@ func TestAPIErrorsAreProblems(t *testing.T) {
 	s.Fail(403, fakeapi.Services)
 	run(t, NewAPI(s.Client(t), tables, testLog(t)))
 	p := awaitProblems(t, tables, "the refusal", func(p []string) bool { return len(p) == 1 })
-	if !strings.Contains(p[0], "cannot list services") || !strings.Contains(p[0], "grant the agent's account") {
+	if !strings.HasPrefix(strings.TrimPrefix(p[0], "cannot list"), " services") && !strings.HasPrefix(strings.TrimPrefix(p[0], "cannot watch"), " services") || !strings.Contains(p[0], "grant the agent's account") {
 		t.Errorf("problem %q", p[0])
 	}
 	if tables.Synced(tables.DB.ReadTxn()) {
@@ -290,6 +293,28 @@ func TestAPIErrorsAreProblems(t *testing.T) {
 	s.Fail(0, fakeapi.Services)
 	waitSynced(t, tables)
 	awaitProblems(t, tables, "the end of it", func(p []string) bool { return len(p) == 0 })
+}
+
+// A server that nobody answers for is a problem that says so, from the start.
+func TestAPIUnreachableIsAProblem(t *testing.T) {
+	tables := newTables(t)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	addr := l.Addr().String()
+	if err := l.Close(); err != nil { // from now on connections are refused
+		t.Fatal(err)
+	}
+	client, err := kubernetes.NewForConfig(&rest.Config{Host: "http://" + addr})
+	if err != nil {
+		t.Fatal(err)
+	}
+	run(t, NewAPI(client, tables, testLog(t)))
+	p := awaitProblems(t, tables, "the cause", func(p []string) bool { return len(p) == 7 })
+	if !strings.Contains(p[0], "connection refused") || !strings.Contains(p[0], "goes on trying") {
+		t.Errorf("problem %q", p[0])
+	}
 }
 
 func awaitProblems(t *testing.T, tables *table.Tables, what string, ok func([]string) bool) []string {

@@ -173,7 +173,7 @@ The demo stays up. To look around (make demo-down removes it):
   what podweir knows        nsenter --net=%[1]s %[3]s/podweir --socket %[4]s --bpffs %[5]s status
                             (also: services, flows, endpoints, policy, nodes, metrics; -o json)
   the maps                  bpftool map dump pinned %[5]s/maps/pw_flows
-  the programs              nsenter --net=%[1]s bpftool net
+  the programs              ls %[5]s/links; bpftool prog show   (a recent bpftool: nsenter --net=%[1]s bpftool net)
   the underlay              nsenter --net=%[6]s tcpdump -ni tap1
   change the objects        $EDITOR %[7]s/
   the agents' logs          %[8]s/log/
