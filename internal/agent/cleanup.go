@@ -41,6 +41,7 @@ func Cleanup(bpffs, stateDir, socket string, log *slog.Logger) error {
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("cleanup: %w", err)
 	}
+	log.Info("removed what the agent left on this node", "bpffs", bpffs, "stateDir", stateDir)
 	return nil
 }
 

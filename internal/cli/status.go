@@ -107,7 +107,14 @@ func (s *session) printStatus(v *statusView) error {
 			line("Source", "%s %s, %s", src.Kind, src.Location, state)
 		}
 		if t := a.Tunnel; t.Device != "" {
-			line("Tunnel", "%s, VNI %d, UDP port %d, from %s, MTU %d", t.Device, t.VNI, t.Port, t.Addr, t.MTU)
+			from, mtu := "an address not known yet", "MTU not known yet"
+			if t.Addr.IsValid() {
+				from = t.Addr.String()
+			}
+			if t.MTU != 0 {
+				mtu = fmt.Sprintf("MTU %d", t.MTU)
+			}
+			line("Tunnel", "%s, VNI %d, UDP port %d, from %s, %s", t.Device, t.VNI, t.Port, from, mtu)
 		}
 		if len(a.ServiceCIDRs) > 0 {
 			line("Service ranges", "%s", strings.Join(texts(a.ServiceCIDRs), ", "))
