@@ -93,6 +93,7 @@ func TestBulk(t *testing.T) {
 					if r.Retransmits <= 5 {
 						break
 					}
+					t.Logf("%d retransmits, once more", r.Retransmits)
 				}
 				mss := uint32(1450 - 40 - 12)
 				if f.name == "ipv6" {
