@@ -26,7 +26,7 @@ static __always_inline int pw_outer_matches(struct __sk_buff *skb, const struct 
 	const __be32 *vxlan = data + PW_HDR_VXLAN;
 	struct iphdr *ip = data + PW_HDR_IP;
 
-	if (data + PW_HDR_INNER > end || !node->mtu)
+	if (data + PW_HDR_INNER > end || !(node->flags & PW_NODE_HEADER))
 		return 0;
 	return ip->saddr == template->daddr && ip->daddr == template->saddr &&
 	       vxlan[0] == bpf_htonl(PW_VXLAN_FLAGS) && vxlan[1] == bpf_htonl(cfg_vni << 8);

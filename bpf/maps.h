@@ -55,6 +55,52 @@ struct {
 	__uint(pinning, LIBBPF_PIN_BY_NAME);
 } pw_backends SEC(".maps");
 
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 524288);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_backend_st_key);
+	__type(value, __u32);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_backend_st SEC(".maps");
+
+/* Only services with external frontends have a table. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 262144);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_maglev_key);
+	__type(value, struct pw_maglev_slots);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_maglev SEC(".maps");
+
+/* Full: the client that was longest away is forgotten. */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 65536);
+	__type(key, struct pw_affinity_key);
+	__type(value, struct pw_affinity_entry);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_affinity SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LPM_TRIE);
+	__uint(max_entries, 65536);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pw_src_range_key);
+	__type(value, __u32);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_src_ranges SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 1024);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u32);
+	__type(value, struct pw_dev_addr);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_dev_addrs SEC(".maps");
+
 /* Pod addresses of this node. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);

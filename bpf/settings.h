@@ -26,6 +26,18 @@ const volatile __u32 cfg_mark = 0x1000;
 const volatile __u16 cfg_port_min = 1024;
 const volatile __u16 cfg_port_max = 29999;
 
+/* --service-node-port-range: where a NodePort may be. */
+const volatile __u16 cfg_nodeport_min = 30000;
+const volatile __u16 cfg_nodeport_max = 32767;
+
+/*
+ * Pods' packets to what is no pod and not this node leave under this node's
+ * address; off, under their own.
+ */
+const volatile __u8 cfg_masquerade = 1;
+/* What enters from outside by a service goes on under this node's address. */
+const volatile __u8 cfg_snat = 0;
+
 /* How long an idle flow is kept, in nanoseconds. */
 const volatile __u64 cfg_tcp_new = 60 * PW_SEC;
 const volatile __u64 cfg_tcp_established = 86400 * PW_SEC;

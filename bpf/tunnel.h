@@ -35,7 +35,8 @@ static __always_inline int pw_fits(const struct __sk_buff *skb, const struct pw_
 	__u32 size = skb->gso_size ? skb->gso_size + p->headers : skb->len - ETH_HLEN;
 
 	/* The outer lengths are 16 bits wide, segmented or not. */
-	return size <= node->mtu && skb->len + PW_ENCAP_LEN < 0xffff;
+	return node->flags & PW_NODE_HEADER && size <= node->mtu &&
+	       skb->len + PW_ENCAP_LEN < 0xffff;
 }
 
 /*

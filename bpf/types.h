@@ -51,6 +51,10 @@ enum pw_reason {
 	PW_FLOW_TAKEN_OVER = 17, /* an outlived flow made room for its tuple's next */
 	PW_FLOW_PORT_CHANGED = 18, /* source port translated: reply tuple was taken */
 	PW_FLOW_SWEPT = 19,      /* an idle flow removed on the agent's request */
+	PW_FLOW_RESELECTED = 20, /* its backend is gone: another is chosen */
+	PW_REFUSED = 21,         /* a drop that was answered: RST or port unreachable */
+	PW_TOO_BIG_SENT = 22,    /* a drop that was answered with the path's MTU */
+	PW_MSS_CLAMPED = 23,     /* a SYN's MSS lowered to what the tunnel carries */
 
 	/* Drops. */
 	PW_DROP_MALFORMED = 32,      /* truncated or inconsistent headers */
@@ -81,8 +85,13 @@ enum pw_reason {
 	PW_DROP_HELPER = 57,         /* a kernel helper refused: should not happen */
 	PW_DROP_TOO_BIG = 58,
 	PW_DROP_SCTP_PORT = 59,      /* SCTP port translation is not supported */
+	PW_DROP_NO_LOCAL_INTERNAL = 60, /* internalTrafficPolicy Local, none on this node */
+	PW_DROP_NO_LOCAL_EXTERNAL = 61, /* externalTrafficPolicy Local, none on this node */
+	PW_DROP_SOURCE_RANGE = 62,   /* not in the service's loadBalancerSourceRanges */
+	PW_DROP_NO_SOURCE = 63,      /* no address of this node to send it under */
+	PW_DROP_NO_PORT = 64,        /* every source port tried is taken */
 
-	PW_REASON_MAX = 64,
+	PW_REASON_MAX = 128,
 };
 
 /* Where a packet was seen; part of the index of pw_metrics. */
@@ -93,6 +102,8 @@ enum pw_hook {
 	PW_TO_NETDEV = 3,
 	PW_FROM_OVERLAY = 4,
 	PW_TO_OVERLAY = 5,
+	PW_TO_LO = 6,
+	PW_SOCKET = 7, /* connect() of a host process */
 	PW_HOOK_MAX = 8,
 };
 
@@ -154,6 +165,9 @@ enum pw_flow_flags {
 	PW_F_REPLIED = 4,   /* a reply was seen (kept in the original's entry) */
 	PW_F_CONFIRMED = 8, /* lives in pw_flows */
 	PW_F_MIDSTREAM = 16, /* TCP picked up without its SYN */
+	PW_F_CLAMP = 32,    /* TCP that enters the tunnel from outside: MSS is limited */
+	PW_F_TUNNEL = 64,   /* to a node: by the tunnel in every routing mode, and in
+			     * the original direction with the mark of an entry node */
 };
 
 enum pw_tcp_state {
@@ -200,7 +214,11 @@ PW_ASSERT_SIZE(struct pw_flow, 128);
 
 /* ---- services ------------------------------------------------------- */
 
-/* A frontend. {addr, 0, 0} marks an address that some service owns. */
+/*
+ * A frontend. {addr, 0, 0} marks a cluster IP that some service owns.
+ * {::, port, proto} is a NodePort: it answers on every address whose peer
+ * entry says PW_PEER_NODEPORT.
+ */
 struct pw_service_key {
 	struct pw_addr addr;
 	__u16 port;
@@ -210,16 +228,31 @@ struct pw_service_key {
 PW_ASSERT_SIZE(struct pw_service_key, 24);
 
 enum pw_service_flags {
-	PW_SVC_ADDR_OWNED = 1, /* the {addr, 0, 0} entry */
+	PW_SVC_ADDR_OWNED = 1,    /* the {addr, 0, 0} entry */
+	PW_SVC_EXTERNAL = 2,      /* NodePort, load-balancer IP, external IP, host port */
+	PW_SVC_NO_LOCAL = 4,      /* set is empty because no endpoint is on this node */
+	PW_SVC_NO_LOCAL_EXT = 8,  /* the same of ext_set */
+	PW_SVC_SOURCE_RANGES = 16, /* only for clients in pw_src_ranges */
+	PW_SVC_KEEP_SOURCE = 32,  /* externalTrafficPolicy Local: never snat */
 };
 
+/*
+ * The same id stands in every frontend of one service port and family. Two
+ * sets: one for the cluster's own pods and for this host, one for everybody
+ * else. They may be the same set; an empty one is refused, or dropped when
+ * NO_LOCAL says so.
+ */
 struct pw_service {
-	__u32 id;    /* of the service port; never 0, except in {addr, 0, 0} */
-	__u32 set;   /* backend set; 0 = none */
-	__u32 count; /* backends in the set: slots 0 .. count-1 */
-	__u32 flags;
+	__u32 id;        /* of the service port; never 0, except in {addr, 0, 0} */
+	__u32 set;       /* backend set; 0 = none */
+	__u32 count;     /* backends in the set: slots 0 .. count-1 */
+	__u32 ext_set;
+	__u32 ext_count;
+	__u32 maglev;    /* size of ext_set's table in pw_maglev, 0 = even choice */
+	__u32 affinity;  /* seconds a client stays with its backend, 0 = none */
+	__u32 flags;     /* enum pw_service_flags */
 };
-PW_ASSERT_SIZE(struct pw_service, 16);
+PW_ASSERT_SIZE(struct pw_service, 32);
 
 /* A set is written whole under a new number before a service points at it. */
 struct pw_backend_key {
@@ -234,6 +267,72 @@ struct pw_backend {
 	__u8 pad[6];
 };
 PW_ASSERT_SIZE(struct pw_backend, 24);
+
+/* Is a flow's own backend still one of its service's? Absent = it is gone. */
+struct pw_backend_st_key {
+	struct pw_addr addr;
+	__u32 service;
+	__u16 port;
+	__u16 pad;
+};
+PW_ASSERT_SIZE(struct pw_backend_st_key, 24);
+
+enum pw_backend_state {
+	PW_BE_IN = 1,      /* in the service's set */
+	PW_BE_EXT = 2,     /* in its ext_set */
+	PW_BE_SERVING = 4, /* serves what it has: UDP flows stay with it */
+};
+
+/*
+ * Maglev: a table of slots of a set, cut into chunks. Entry i of a table
+ * stands in chunk i / 64 at i % 64.
+ */
+#define PW_MAGLEV_CHUNK 64
+
+struct pw_maglev_key {
+	__u32 set;
+	__u32 chunk;
+};
+PW_ASSERT_SIZE(struct pw_maglev_key, 8);
+
+struct pw_maglev_slots {
+	__u16 slot[PW_MAGLEV_CHUNK];
+};
+PW_ASSERT_SIZE(struct pw_maglev_slots, 128);
+
+/* Session affinity ClientIP: by service port, whatever address was called. */
+struct pw_affinity_key {
+	struct pw_addr client;
+	__u32 service;
+	__u32 pad;
+};
+PW_ASSERT_SIZE(struct pw_affinity_key, 24);
+
+struct pw_affinity_entry {
+	struct pw_addr addr; /* of the backend */
+	__u64 last_used;
+	__u16 port;
+	__u8 pad[6];
+};
+PW_ASSERT_SIZE(struct pw_affinity_entry, 32);
+
+/* loadBalancerSourceRanges: present = allowed. */
+struct pw_src_range_key {
+	__u32 len; /* bits: 32 of the service, then the prefix as in pw_prefix_key */
+	__be32 service;
+	__u8 addr[16];
+};
+PW_ASSERT_SIZE(struct pw_src_range_key, 24);
+
+/*
+ * The addresses that this node sends under, by device; ifindex 0 has the
+ * node's own. All zero = none of that family.
+ */
+struct pw_dev_addr {
+	struct pw_addr v4;
+	struct pw_addr v6;
+};
+PW_ASSERT_SIZE(struct pw_dev_addr, 32);
 
 /* ---- addresses ------------------------------------------------------ */
 
@@ -266,6 +365,7 @@ enum pw_peer_flags {
 	PW_PEER_HOST = 4,     /* an address of this node */
 	PW_PEER_SERVICE = 8,  /* service range */
 	PW_PEER_LOCAL = 16,   /* this node's pod CIDR: no endpoint = blackhole */
+	PW_PEER_NODEPORT = 32, /* a node's address on which NodePorts answer */
 };
 
 /* What is known of an address: value of pw_addrs and of pw_prefixes. */
@@ -285,6 +385,7 @@ PW_ASSERT_SIZE(struct pw_prefix_key, 20);
 
 enum pw_node_flags {
 	PW_NODE_DIRECT = 1, /* its pods are reached by plain routing */
+	PW_NODE_HEADER = 2, /* header may be used, else the tunnel device sends */
 };
 
 /*
@@ -294,15 +395,14 @@ enum pw_node_flags {
  * header is what stands before the inner IP header on the wire: outer
  * Ethernet (addresses left to the neighbour table), IPv4, UDP, VXLAN, inner
  * Ethernet. Lengths, identification, checksums and the UDP source port are 0
- * in it; header_sum is the ones' complement sum of its IPv4 header. It is
- * used when mtu is not 0, else the tunnel device sends.
+ * in it; header_sum is the ones' complement sum of its IPv4 header.
  */
 struct pw_node {
 	struct pw_addr addr;    /* outer destination */
 	struct pw_addr nexthop; /* towards addr */
 	struct pw_addr nexthop6; /* the same for IPv6 when routed directly */
 	__u32 ifindex;          /* device towards addr */
-	__u16 mtu;              /* inner IP bytes that fit a frame; 0 = no header */
+	__u16 mtu;              /* inner IP bytes that fit a frame; 0 = not known */
 	__u16 header_sum;
 	__u8 mac[6];            /* of its podweir.vxlan */
 	__u16 flags;            /* enum pw_node_flags */

@@ -2,7 +2,6 @@ package agent
 
 import (
 	"context"
-	"strings"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -71,7 +70,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 	for _, s := range samples {
 		labels := []string{maps.ReasonName(s.Reason), maps.HookName(s.Hook), s.Family()}
-		if strings.HasPrefix(labels[0], "flow_") {
+		if maps.IsEvent(s.Reason) {
 			counter(c.events, float64(s.Packets), labels...)
 			continue
 		}

@@ -263,7 +263,8 @@ func (s *services) point(name types.NamespacedName, p service.Port, lost *[]maps
 		}
 		s.claims[f] = key
 		st.frontends = append(st.frontends, f)
-		s.frontends.Set(f, maps.Service{Id: st.id, Set: st.set, Count: uint32(len(st.backends))})
+		n := uint32(len(st.backends))
+		s.frontends.Set(f, maps.Service{Id: st.id, Set: st.set, Count: n, ExtSet: st.set, ExtCount: n})
 	}
 	return errs
 }

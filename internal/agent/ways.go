@@ -85,10 +85,13 @@ func nodeEntry(n tunnel.NodeInfo, in peerInput) (dpmaps.Node, error) {
 		v.Flags = dpmaps.NodeDirect
 		v.Nexthop, v.Nexthop6 = dpmaps.ToAddr(v4.Nexthop), dpmaps.ToAddr(v6.Nexthop)
 		v.Ifindex = uint32(max(v4.Device, v6.Device))
-		return v, nil
 	}
 	way, ok := in.ways[n.Addr]
-	if !ok || !n.Addr.Is4() || !in.selfAddr.Is4() {
+	if !ok {
+		return v, err
+	}
+	v.Mtu = uint16(max(0, min(tunnel.MTU(way.MTU, n.Addr), 0xffff)))
+	if !n.Addr.Is4() || !in.selfAddr.Is4() || direct && v.Nexthop != dpmaps.ToAddr(way.Nexthop) {
 		return v, err
 	}
 	header, sum, herr := tunnel.Header(tunnel.HeaderInput{
@@ -101,6 +104,7 @@ func nodeEntry(n tunnel.NodeInfo, in peerInput) (dpmaps.Node, error) {
 	v.Ifindex = uint32(way.Device)
 	v.Nexthop = dpmaps.ToAddr(way.Nexthop)
 	v.Mtu = tunnel.HeaderMTU(way.MTU)
+	v.Flags |= dpmaps.NodeHeader
 	return v, err
 }
 

@@ -191,7 +191,7 @@ func TestNames(t *testing.T) {
 	for _, c := range []struct{ got, want string }{
 		{ReasonName(Reason(bpf.DpPwReasonPW_DROP_NO_SERVICE)), "drop_no_service"},
 		{ReasonName(Reason(bpf.DpPwReasonPW_DROP_V4MAPPED)), "drop_v4_mapped"},
-		{ReasonName(63), "reason_63"},
+		{ReasonName(127), "reason_127"},
 		{HookName(Hook(bpf.DpPwHookPW_FROM_NETDEV)), "from_netdev"},
 		{PlaceName(1), "pod"},
 		{VerdictName(VerdictDeny), "deny"},

@@ -89,6 +89,11 @@ func ReasonName(r Reason) string { return enumName("pw_reason", uint64(r)) }
 // IsDrop tells the reasons of drops from those of packets let through.
 func IsDrop(r Reason) bool { return strings.HasPrefix(ReasonName(r), "drop_") }
 
+// IsEvent says that r is not how a packet ended, but what was done on the way.
+func IsEvent(r Reason) bool {
+	return r >= Reason(bpf.DpPwReasonPW_FLOW_HIT) && !IsDrop(r)
+}
+
 // HookName is the name of a program: "from_pod".
 func HookName(h Hook) string { return enumName("pw_hook", uint64(h)) }
 

@@ -14,37 +14,47 @@ import (
 
 // Set is all maps of the datapath.
 type Set struct {
-	Flows     Map[FlowKey, Flow]
-	FlowsNew  Map[FlowKey, Flow]
-	Gens      Map[uint32, uint32]
-	Services  Map[ServiceKey, Service]
-	Backends  Map[BackendKey, Backend]
-	Endpoints Map[Addr, Endpoint]
-	Addrs     Map[Addr, Peer]
-	Prefixes  Map[PrefixKey, Peer]
-	Nodes     Map[uint32, Node]
-	NodeIDs   Map[Addr, uint32]
-	Policy    Map[PolicyKey, PolicyEntry]
-	PortClass Map[uint32, uint16]
-	Metrics   *Metrics
+	Flows         Map[FlowKey, Flow]
+	FlowsNew      Map[FlowKey, Flow]
+	Gens          Map[uint32, uint32]
+	Services      Map[ServiceKey, Service]
+	Backends      Map[BackendKey, Backend]
+	Endpoints     Map[Addr, Endpoint]
+	Addrs         Map[Addr, Peer]
+	Prefixes      Map[PrefixKey, Peer]
+	Nodes         Map[uint32, Node]
+	NodeIDs       Map[Addr, uint32]
+	Policy        Map[PolicyKey, PolicyEntry]
+	PortClass     Map[uint32, uint16]
+	BackendStates Map[BackendStateKey, uint32]
+	Maglev        Map[MaglevKey, Maglev]
+	Affinity      Map[AffinityKey, Affinity]
+	SrcRanges     Map[SrcRangeKey, uint32]
+	DevAddrs      Map[uint32, DevAddrs]
+	Metrics       *Metrics
 }
 
 // NewSet wraps the maps of a loaded collection, which keeps owning them.
 func NewSet(o *bpf.DpMaps) Set {
 	return Set{
-		Flows:     Wrap[FlowKey, Flow](o.PwFlows, bpf.DpMapPwFlows),
-		FlowsNew:  Wrap[FlowKey, Flow](o.PwFlowsNew, bpf.DpMapPwFlowsNew),
-		Gens:      Wrap[uint32, uint32](o.PwGens, bpf.DpMapPwGens),
-		Services:  Wrap[ServiceKey, Service](o.PwServices, bpf.DpMapPwServices),
-		Backends:  Wrap[BackendKey, Backend](o.PwBackends, bpf.DpMapPwBackends),
-		Endpoints: Wrap[Addr, Endpoint](o.PwEndpoints, bpf.DpMapPwEndpoints),
-		Addrs:     Wrap[Addr, Peer](o.PwAddrs, bpf.DpMapPwAddrs),
-		Prefixes:  Wrap[PrefixKey, Peer](o.PwPrefixes, bpf.DpMapPwPrefixes),
-		Nodes:     Wrap[uint32, Node](o.PwNodes, bpf.DpMapPwNodes),
-		NodeIDs:   Wrap[Addr, uint32](o.PwNodeIds, bpf.DpMapPwNodeIds),
-		Policy:    Wrap[PolicyKey, PolicyEntry](o.PwPolicy, bpf.DpMapPwPolicy),
-		PortClass: Wrap[uint32, uint16](o.PwPortClass, bpf.DpMapPwPortClass),
-		Metrics:   NewMetrics(o.PwMetrics),
+		Flows:         Wrap[FlowKey, Flow](o.PwFlows, bpf.DpMapPwFlows),
+		FlowsNew:      Wrap[FlowKey, Flow](o.PwFlowsNew, bpf.DpMapPwFlowsNew),
+		Gens:          Wrap[uint32, uint32](o.PwGens, bpf.DpMapPwGens),
+		Services:      Wrap[ServiceKey, Service](o.PwServices, bpf.DpMapPwServices),
+		Backends:      Wrap[BackendKey, Backend](o.PwBackends, bpf.DpMapPwBackends),
+		Endpoints:     Wrap[Addr, Endpoint](o.PwEndpoints, bpf.DpMapPwEndpoints),
+		Addrs:         Wrap[Addr, Peer](o.PwAddrs, bpf.DpMapPwAddrs),
+		Prefixes:      Wrap[PrefixKey, Peer](o.PwPrefixes, bpf.DpMapPwPrefixes),
+		Nodes:         Wrap[uint32, Node](o.PwNodes, bpf.DpMapPwNodes),
+		NodeIDs:       Wrap[Addr, uint32](o.PwNodeIds, bpf.DpMapPwNodeIds),
+		Policy:        Wrap[PolicyKey, PolicyEntry](o.PwPolicy, bpf.DpMapPwPolicy),
+		PortClass:     Wrap[uint32, uint16](o.PwPortClass, bpf.DpMapPwPortClass),
+		BackendStates: Wrap[BackendStateKey, uint32](o.PwBackendSt, bpf.DpMapPwBackendSt),
+		Maglev:        Wrap[MaglevKey, Maglev](o.PwMaglev, bpf.DpMapPwMaglev),
+		Affinity:      Wrap[AffinityKey, Affinity](o.PwAffinity, bpf.DpMapPwAffinity),
+		SrcRanges:     Wrap[SrcRangeKey, uint32](o.PwSrcRanges, bpf.DpMapPwSrcRanges),
+		DevAddrs:      Wrap[uint32, DevAddrs](o.PwDevAddrs, bpf.DpMapPwDevAddrs),
+		Metrics:       NewMetrics(o.PwMetrics),
 	}
 }
 
@@ -72,6 +82,11 @@ func OpenPinned(dir string, readOnly bool) (Set, error) {
 		{bpf.DpMapPwNodeIds, &o.PwNodeIds},
 		{bpf.DpMapPwPolicy, &o.PwPolicy},
 		{bpf.DpMapPwPortClass, &o.PwPortClass},
+		{bpf.DpMapPwBackendSt, &o.PwBackendSt},
+		{bpf.DpMapPwMaglev, &o.PwMaglev},
+		{bpf.DpMapPwAffinity, &o.PwAffinity},
+		{bpf.DpMapPwSrcRanges, &o.PwSrcRanges},
+		{bpf.DpMapPwDevAddrs, &o.PwDevAddrs},
 		{bpf.DpMapPwMetrics, &o.PwMetrics},
 	} {
 		path := filepath.Join(dir, p.name)
@@ -95,5 +110,7 @@ func OpenPinned(dir string, readOnly bool) (Set, error) {
 func (s Set) Close() error {
 	return errors.Join(s.Flows.Close(), s.FlowsNew.Close(), s.Gens.Close(), s.Services.Close(),
 		s.Backends.Close(), s.Endpoints.Close(), s.Addrs.Close(), s.Prefixes.Close(), s.Nodes.Close(),
-		s.NodeIDs.Close(), s.Policy.Close(), s.PortClass.Close(), s.Metrics.Close())
+		s.NodeIDs.Close(), s.Policy.Close(), s.PortClass.Close(),
+		s.BackendStates.Close(), s.Maglev.Close(), s.Affinity.Close(), s.SrcRanges.Close(),
+		s.DevAddrs.Close(), s.Metrics.Close())
 }

@@ -9,24 +9,31 @@ import (
 
 // Keys and values; see bpf/types.h for the meaning of every field.
 type (
-	Addr        = bpf.DpPwAddr
-	Backend     = bpf.DpPwBackend
-	BackendKey  = bpf.DpPwBackendKey
-	Counter     = bpf.DpPwCounter
-	Endpoint    = bpf.DpPwEndpoint
-	Flow        = bpf.DpPwFlow
-	FlowKey     = bpf.DpPwFlowKey
-	GenRef      = bpf.DpPwGenRef
-	Node        = bpf.DpPwNode
-	Peer        = bpf.DpPwPeer
-	Place       = bpf.DpPwPlace
-	PolicyEntry = bpf.DpPwPolicyEntry
-	PolicyKey   = bpf.DpPwPolicyKey
-	PrefixKey   = bpf.DpPwPrefixKey
-	Service     = bpf.DpPwService
-	ServiceKey  = bpf.DpPwServiceKey
-	Reason      = bpf.DpPwReason
-	Hook        = bpf.DpPwHook
+	Addr            = bpf.DpPwAddr
+	Backend         = bpf.DpPwBackend
+	BackendKey      = bpf.DpPwBackendKey
+	Counter         = bpf.DpPwCounter
+	Endpoint        = bpf.DpPwEndpoint
+	Flow            = bpf.DpPwFlow
+	FlowKey         = bpf.DpPwFlowKey
+	GenRef          = bpf.DpPwGenRef
+	Node            = bpf.DpPwNode
+	Peer            = bpf.DpPwPeer
+	Place           = bpf.DpPwPlace
+	PolicyEntry     = bpf.DpPwPolicyEntry
+	PolicyKey       = bpf.DpPwPolicyKey
+	PrefixKey       = bpf.DpPwPrefixKey
+	Service         = bpf.DpPwService
+	ServiceKey      = bpf.DpPwServiceKey
+	BackendStateKey = bpf.DpPwBackendStKey
+	MaglevKey       = bpf.DpPwMaglevKey
+	Maglev          = bpf.DpPwMaglevSlots
+	AffinityKey     = bpf.DpPwAffinityKey
+	Affinity        = bpf.DpPwAffinityEntry
+	SrcRangeKey     = bpf.DpPwSrcRangeKey
+	DevAddrs        = bpf.DpPwDevAddr
+	Reason          = bpf.DpPwReason
+	Hook            = bpf.DpPwHook
 )
 
 // Identities that always exist (enum pw_identity).
@@ -41,11 +48,12 @@ const (
 
 // Flags of a [Peer] (enum pw_peer_flags).
 const (
-	PeerPod     = uint32(bpf.DpPwPeerFlagsPW_PEER_POD)
-	PeerNode    = uint32(bpf.DpPwPeerFlagsPW_PEER_NODE)
-	PeerHost    = uint32(bpf.DpPwPeerFlagsPW_PEER_HOST)
-	PeerService = uint32(bpf.DpPwPeerFlagsPW_PEER_SERVICE)
-	PeerLocal   = uint32(bpf.DpPwPeerFlagsPW_PEER_LOCAL)
+	PeerPod      = uint32(bpf.DpPwPeerFlagsPW_PEER_POD)
+	PeerNode     = uint32(bpf.DpPwPeerFlagsPW_PEER_NODE)
+	PeerHost     = uint32(bpf.DpPwPeerFlagsPW_PEER_HOST)
+	PeerService  = uint32(bpf.DpPwPeerFlagsPW_PEER_SERVICE)
+	PeerLocal    = uint32(bpf.DpPwPeerFlagsPW_PEER_LOCAL)
+	PeerNodePort = uint32(bpf.DpPwPeerFlagsPW_PEER_NODEPORT)
 )
 
 // Kinds of a [PolicyKey] (enum pw_policy_kind) and verdicts (enum pw_verdict).
@@ -58,11 +66,30 @@ const (
 	VerdictDeny  = uint8(bpf.DpPwVerdictPW_VERDICT_DENY)
 )
 
-// NodeDirect flags a [Node] whose pods are reached without the tunnel.
-const NodeDirect = uint16(bpf.DpPwNodeFlagsPW_NODE_DIRECT)
+// Flags of a [Node] (enum pw_node_flags).
+const (
+	NodeDirect = uint16(bpf.DpPwNodeFlagsPW_NODE_DIRECT)
+	NodeHeader = uint16(bpf.DpPwNodeFlagsPW_NODE_HEADER)
+)
 
 // ServiceAddrOwned flags the {addr, 0, 0} entry of pw_services.
 const ServiceAddrOwned = uint32(bpf.DpPwServiceFlagsPW_SVC_ADDR_OWNED)
+
+// Flags of a [Service] (enum pw_service_flags).
+const (
+	ServiceExternal     = uint32(bpf.DpPwServiceFlagsPW_SVC_EXTERNAL)
+	ServiceNoLocal      = uint32(bpf.DpPwServiceFlagsPW_SVC_NO_LOCAL)
+	ServiceNoLocalExt   = uint32(bpf.DpPwServiceFlagsPW_SVC_NO_LOCAL_EXT)
+	ServiceSourceRanges = uint32(bpf.DpPwServiceFlagsPW_SVC_SOURCE_RANGES)
+	ServiceKeepSource   = uint32(bpf.DpPwServiceFlagsPW_SVC_KEEP_SOURCE)
+)
+
+// States of a backend (enum pw_backend_state), values of pw_backend_st.
+const (
+	BackendIn      = uint32(bpf.DpPwBackendStatePW_BE_IN)
+	BackendExt     = uint32(bpf.DpPwBackendStatePW_BE_EXT)
+	BackendServing = uint32(bpf.DpPwBackendStatePW_BE_SERVING)
+)
 
 // IP protocol numbers (IANA) as they stand in keys.
 const (

@@ -131,8 +131,13 @@ func dropCases() []dropCase {
 // notProvoked lists the reasons that no packet brings about, and why.
 func notProvoked() map[reason]string {
 	return map[reason]string{
-		bpf.DpPwReasonPW_DROP_HELPER:  "a kernel helper refuses what was checked before: only a bug does that",
-		bpf.DpPwReasonPW_DROP_TOO_BIG: "reserved: no program uses it yet",
+		bpf.DpPwReasonPW_DROP_HELPER:            "a kernel helper refuses what was checked before: only a bug does that",
+		bpf.DpPwReasonPW_DROP_TOO_BIG:           "reserved: no program uses it yet",
+		bpf.DpPwReasonPW_DROP_NO_LOCAL_INTERNAL: "no program uses it yet",
+		bpf.DpPwReasonPW_DROP_NO_LOCAL_EXTERNAL: "no program uses it yet",
+		bpf.DpPwReasonPW_DROP_SOURCE_RANGE:      "no program uses it yet",
+		bpf.DpPwReasonPW_DROP_NO_SOURCE:         "no program uses it yet",
+		bpf.DpPwReasonPW_DROP_NO_PORT:           "no program uses it yet",
 	}
 }
 

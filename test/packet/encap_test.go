@@ -36,7 +36,7 @@ func (w *world) ways() {
 		far := map[uint32][6]byte{nodeIDB: mac(0xb), nodeIDC: mac(0xc)}[id]
 		n := maps.Node{
 			Addr: maps.ToAddr(peer), Nexthop: maps.ToAddr(peer), Ifindex: w.index(devWire),
-			Mtu: innerMTU, Mac: far,
+			Mtu: innerMTU, Mac: far, Flags: maps.NodeHeader,
 		}
 		n.Header, n.HeaderSum = w.header(outer().nodeA, peer, far)
 		put(w, w.set.Nodes, id, n)

@@ -129,7 +129,7 @@ func (n *node) setPeer(other *node, own bool) error {
 		Nexthop6: maps.ToAddr(other.addr6), Ifindex: uint32(n.wire), Mac: [6]byte(other.tunMAC),
 	}
 	if own {
-		peer.Mtu = podMTU
+		peer.Mtu, peer.Flags = podMTU, maps.NodeHeader
 		peer.Header, peer.HeaderSum = n.header(other)
 	}
 	return n.maps().Nodes.Put(other.id, peer)
