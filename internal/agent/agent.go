@@ -48,7 +48,9 @@ type Options struct {
 	ServiceCIDRs []netip.Prefix // besides those of ServiceCIDR objects
 	MTU          int            // of pods; 0 = from the node's device
 	VNI          uint32
-	Mode         tunnel.Mode // empty = vxlan
+	Mode         tunnel.Mode       // empty = vxlan
+	NodePorts    service.PortRange // zero = any port
+	MaglevSize   uint32            // 0 = by the number of backends
 	Log          *slog.Logger
 }
 
@@ -274,6 +276,9 @@ type watches struct {
 	nodes, pods, namespaces, policies, cidrs, services, slices <-chan struct{}
 }
 
-func serviceNode(w *world) service.Node {
-	return service.Node{Name: w.self.Name, Zone: w.zone}
+func (a *Agent) serviceNode() service.Node {
+	return service.Node{
+		Name: a.world.self.Name, Zone: a.world.zone,
+		NodePorts: a.opt.NodePorts, MaglevSize: a.opt.MaglevSize,
+	}
 }
