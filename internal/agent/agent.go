@@ -16,6 +16,7 @@ import (
 	"github.com/podweir/podweir/internal/ipam"
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/internal/node"
+	"github.com/podweir/podweir/internal/reconcile"
 	"github.com/podweir/podweir/internal/service"
 	"github.com/podweir/podweir/internal/table"
 	"github.com/podweir/podweir/internal/tunnel"
@@ -44,14 +45,15 @@ type Stack interface {
 
 // Options are the settings of the loop.
 type Options struct {
-	NodeName     string
-	ServiceCIDRs []netip.Prefix // besides those of ServiceCIDR objects
-	MTU          int            // of pods; 0 = from the node's device
-	VNI          uint32
-	Mode         tunnel.Mode       // empty = vxlan
-	NodePorts    service.PortRange // zero = any port
-	MaglevSize   uint32            // 0 = by the number of backends
-	Log          *slog.Logger
+	NodeName      string
+	ServiceCIDRs  []netip.Prefix // besides those of ServiceCIDR objects
+	MTU           int            // of pods; 0 = from the node's device
+	VNI           uint32
+	Mode          tunnel.Mode          // empty = vxlan
+	NodePorts     service.PortRange    // zero = any port
+	NodePortAddrs tunnel.NodePortAddrs // where they answer; zero = on all addresses
+	MaglevSize    uint32               // 0 = by the number of backends
+	Log           *slog.Logger
 }
 
 // Agent is the loop and its state.
@@ -66,6 +68,7 @@ type Agent struct {
 
 	peers    *peers
 	services *services
+	devAddrs *reconcile.Table[uint32, maps.DevAddrs]
 	gens     *generations
 
 	queries chan func()
@@ -146,6 +149,10 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 	}
 	a.gens = a.peers.gens
 	if a.services, err = newServices(st, time.Now, a.peers.bumpAddr); err != nil {
+		return nil, err
+	}
+	a.devAddrs = reconcile.New(st.devAddrs)
+	if err = a.devAddrs.Load(); err != nil {
 		return nil, err
 	}
 	a.notReady("the agent has only started")

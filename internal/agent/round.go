@@ -36,6 +36,7 @@ func (a *Agent) round(ctx context.Context) time.Time {
 	if a.dirty.nodes || a.dirty.stack {
 		a.readNodes(txn)
 		a.syncStack(ctx)
+		a.syncDevAddrs()
 	}
 	a.dirty.routes = a.dirty.routes || a.dirty.peers || a.dirty.stack || a.dirty.nodes
 	if a.dirty.peers {
@@ -186,7 +187,7 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 	}
 	hostAddrs := node.Addrs(w.devices)
 	t := tunnel.Compile(tunnel.Input{
-		Self: a.opt.NodeName, Nodes: w.nodes, Pods: allPods, HostAddrs: hostAddrs,
+		Self: a.opt.NodeName, Nodes: w.nodes, Pods: allPods, HostAddrs: hostAddrs, NodePorts: a.opt.NodePortAddrs,
 		ServiceCIDRs: w.cidrs, Local: local,
 	})
 	p := policy.Compile(policy.Input{

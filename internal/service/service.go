@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -36,6 +38,17 @@ type Node struct {
 type PortRange struct{ Min, Max uint16 }
 
 func (r PortRange) String() string { return fmt.Sprintf("%d-%d", r.Min, r.Max) }
+
+// ParsePortRange reads a range such as 30000-32767.
+func ParsePortRange(s string) (PortRange, error) {
+	low, high, ok := strings.Cut(strings.TrimSpace(s), "-")
+	from, err1 := strconv.ParseUint(low, 10, 16)
+	to, err2 := strconv.ParseUint(high, 10, 16)
+	if !ok || err1 != nil || err2 != nil || from == 0 || to < from {
+		return PortRange{}, fmt.Errorf("%q is no range of ports such as 30000-32767", s)
+	}
+	return PortRange{uint16(from), uint16(to)}, nil
+}
 
 // Has tells whether port is in the range; all ports are in the zero range.
 func (r PortRange) Has(port uint16) bool {
