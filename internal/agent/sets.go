@@ -148,11 +148,13 @@ func (set *backendSet) entries(backend func(maps.BackendKey), chunk func(maps.Ma
 const chunkLen = uint32(len(maps.Maglev{}.Slot))
 
 // commit is called when what prepare asked for was tried: with an entry
-// missing, the port stays with the sets and states it has.
+// missing, the port stays with the sets and states it has, except that it can
+// do without a Maglev table.
 func (s *services) commit(p *service.Port) error {
 	st := s.ports[p.Key()]
 	next := st.next
 	st.next = nil
+	noTable := s.withoutTable(st, next)
 	if err := s.missing(st, p, next); err != nil {
 		for _, set := range next {
 			if !st.has(set.num) {
@@ -166,7 +168,7 @@ func (s *services) commit(p *service.Port) error {
 				s.states.Delete(stateKey(st.id, b.Backend))
 			}
 		}
-		return err
+		return fmt.Errorf("it keeps its former backends: %w", err)
 	}
 	old := st.sets
 	st.sets = next
@@ -192,6 +194,24 @@ func (s *services) commit(p *service.Port) error {
 		}
 	}
 	st.states = states
+	return noTable
+}
+
+// withoutTable takes the Maglev table from a new set if there is no room for
+// all of it: backends are then chosen evenly.
+func (s *services) withoutTable(st *portState, next []backendSet) (err error) {
+	for i := range next {
+		set := &next[i]
+		if set.maglev == 0 || st.has(set.num) {
+			continue
+		}
+		set.entries(func(maps.BackendKey) {}, func(k maps.MaglevKey) { err = firstErr(err, s.maglev, k) })
+		if err != nil {
+			set.entries(func(maps.BackendKey) {}, s.maglev.Delete)
+			set.maglev = 0
+			return fmt.Errorf("no Maglev table, other nodes may choose other backends: %w", err)
+		}
+	}
 	return nil
 }
 
@@ -205,8 +225,7 @@ func (s *services) missing(st *portState, p *service.Port, next []backendSet) (e
 		if st.has(next[i].num) {
 			continue
 		}
-		next[i].entries(func(k maps.BackendKey) { err = firstErr(err, s.backends, k) },
-			func(k maps.MaglevKey) { err = firstErr(err, s.maglev, k) })
+		next[i].entries(func(k maps.BackendKey) { err = firstErr(err, s.backends, k) }, func(maps.MaglevKey) {})
 	}
 	for _, b := range p.States {
 		err = firstErr(err, s.states, stateKey(st.id, b.Backend))
