@@ -271,6 +271,9 @@ func (s *services) adopt(p *service.Port) *portState {
 	st := &portState{states: make(map[maps.Backend]uint32)}
 	for _, f := range p.Frontends {
 		v, ok := s.frontends.Actual(f.Key)
+		if !s.leftoversFrom.IsZero() {
+			break // what the frontend has is of this run, and somebody else's
+		}
 		if _, taken := s.ids[v.Id]; ok && st.id == 0 && v.Id != 0 && !taken {
 			st.id = v.Id
 		}
