@@ -1,7 +1,6 @@
 package agent
 
 import (
-	"encoding/binary"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -430,14 +429,7 @@ func stateKey(id uint32, b maps.Backend) maps.BackendStateKey {
 	return maps.BackendStateKey{Addr: b.Addr, Service: id, Port: b.Port}
 }
 
-// rangeKey is the key of a source range: the service's 32 bits stand before
-// the address and are always compared.
 func rangeKey(id uint32, r netip.Prefix) (maps.SrcRangeKey, error) {
 	p, err := maps.ToPrefix(r)
-	if err != nil {
-		return maps.SrcRangeKey{}, fmt.Errorf("source range: %w", err)
-	}
-	var be [4]byte
-	binary.BigEndian.PutUint32(be[:], id)
-	return maps.SrcRangeKey{Len: 32 + p.Len, Service: binary.NativeEndian.Uint32(be[:]), Addr: p.Addr}, nil
+	return maps.ToSrcRange(id, p), err
 }
