@@ -26,6 +26,7 @@ type Datapath interface {
 	Maps() maps.Set
 	AttachNetdev(ctx context.Context, ifindex int, name string) error
 	AttachOverlay(ctx context.Context, ifindex int, name string) error
+	AttachLoopback(ctx context.Context, ifindex int, name string) error
 	SetOverlay(ctx context.Context, ifindex int) error
 	Detach(ctx context.Context, ifindex int) error
 	Verify(ctx context.Context) ([]string, error)

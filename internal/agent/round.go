@@ -344,6 +344,13 @@ func (a *Agent) syncPrograms(ctx context.Context) {
 	for _, d := range w.outside {
 		wanted[d.Index] = d.Name
 	}
+	lo := 0
+	for _, d := range w.devices {
+		if d.Name == node.Loopback {
+			lo = d.Index
+			wanted[lo] = d.Name
+		}
+	}
 	for index, name := range w.attached {
 		if wanted[index] == name {
 			continue
@@ -358,8 +365,11 @@ func (a *Agent) syncPrograms(ctx context.Context) {
 			continue
 		}
 		attach := a.dp.AttachNetdev
-		if index == w.overlay {
+		switch index {
+		case w.overlay:
 			attach = a.dp.AttachOverlay
+		case lo:
+			attach = a.dp.AttachLoopback
 		}
 		if err := attach(ctx, index, name); err != nil {
 			errs = append(errs, fmt.Errorf("device %s: attach: %w", name, err))
