@@ -217,8 +217,10 @@ PW_ASSERT_SIZE(struct pw_flow, 128);
 
 /*
  * A frontend. {addr, 0, 0} marks a cluster IP that some service owns.
- * {::, port, proto} is a NodePort: it answers on every address whose peer
- * entry says PW_PEER_NODEPORT.
+ * {unspecified, port, proto} is a NodePort: it answers on every address of
+ * the family whose peer entry says PW_PEER_NODEPORT. The unspecified address
+ * is :: for IPv6 and ::ffff:0.0.0.0 for IPv4: the two families of a service
+ * port have ids and sets of their own.
  */
 struct pw_service_key {
 	struct pw_addr addr;
