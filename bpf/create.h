@@ -77,6 +77,9 @@ __noinline int pw_port_in_use(struct __sk_buff *skb, __u8 proto, __u16 port)
 
 	if (!s)
 		return 1;
+	/* There is no look-up of SCTP's sockets: nothing is known of them. */
+	if (proto == PW_PROTO_SCTP)
+		return 0;
 	if (pw_addr_is_v4(&s->fwd.src)) {
 		t.ipv4.saddr = pw_addr_word(&s->fwd.dst, 3);
 		t.ipv4.daddr = pw_addr_word(&s->fwd.src, 3);
@@ -114,7 +117,8 @@ __noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_ke
 	__u16 port;
 	int i, err;
 
-	if (!key || !s || (key->proto != IPPROTO_TCP && key->proto != IPPROTO_UDP))
+	if (!key || !s ||
+	    (key->proto != IPPROTO_TCP && key->proto != IPPROTO_UDP && key->proto != PW_PROTO_SCTP))
 		return PW_DROP_FLOW_COLLISION;
 	for (i = 0; i < PW_PORT_PROBES; i++) {
 		/* An odd step visits distinct ports of the range. */

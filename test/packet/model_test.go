@@ -399,7 +399,7 @@ func (m *model) create(f *mflow, ch choice, o outcome) reason {
 		case other.back == f.back && other.key == f.key:
 			f.created, replaced = other.created, true
 			m.end(other)
-		case f.key.Proto != pwmaps.ProtoTCP && f.key.Proto != pwmaps.ProtoUDP:
+		case !hasPorts(f.key.Proto):
 			return bpf.DpPwReasonPW_DROP_FLOW_COLLISION
 		default:
 			if m.roomNew != 0 && m.countNew()+2 > m.roomNew {
