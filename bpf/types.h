@@ -212,6 +212,22 @@ struct pw_flow {
 };
 PW_ASSERT_SIZE(struct pw_flow, 128);
 
+/*
+ * What programs did to pw_flows_new. Entries less than inserted - removed
+ * were pushed out (or deleted by hand).
+ */
+struct pw_churn_count {
+	__u64 inserted; /* new keys */
+	__u64 removed;
+};
+PW_ASSERT_SIZE(struct pw_churn_count, 16);
+
+enum pw_churn_row {
+	PW_CHURN_COUNTED = 0, /* by the programs */
+	PW_CHURN_FOUND = 1,   /* by the agent: entries from before the counting */
+	PW_CHURN_ROWS = 2,
+};
+
 /* ---- services ------------------------------------------------------- */
 
 /*
