@@ -57,11 +57,11 @@ __noinline int pw_flow_insert(const struct pw_flow_key *k, const struct pw_flow 
 		}
 		key = pw_key_arg(s, k);
 		s->copy = *val; /* an argument too, see pw_key_arg */
-		if (bpf_map_update_elem(&pw_flows_new, key, &s->copy, BPF_NOEXIST))
+		if (pw_new_add(key, &s->copy))
 			continue;
 		if (!bpf_map_lookup_elem(&pw_flows, key))
 			return PW_INSERTED;
-		bpf_map_delete_elem(&pw_flows_new, key);
+		pw_new_delete(key);
 	}
 	return bpf_map_lookup_elem(&pw_flows_new, pw_key_arg(s, k)) ? PW_EXISTS : PW_NO_ROOM;
 }
@@ -70,7 +70,7 @@ __noinline int pw_flow_insert(const struct pw_flow_key *k, const struct pw_flow 
 static __always_inline int pw_has_translatable(const struct pw_flow_key *key)
 {
 	return key->proto == IPPROTO_TCP || key->proto == IPPROTO_UDP ||
-	       (key->proto == IPPROTO_ICMP && key->sport) ||
+	       key->proto == PW_PROTO_SCTP || (key->proto == IPPROTO_ICMP && key->sport) ||
 	       (key->proto == IPPROTO_ICMPV6 && key->sport);
 }
 
@@ -85,6 +85,7 @@ __noinline int pw_port_in_use(struct __sk_buff *skb, __u8 proto, __u16 port)
 
 	if (!s)
 		return 1;
+	/* There is no look-up of SCTP's sockets: nothing is known of them. */
 	if (proto != IPPROTO_TCP && proto != IPPROTO_UDP)
 		return 0;
 	if (pw_addr_is_v4(&s->fwd.src)) {
@@ -181,8 +182,7 @@ static __always_inline int pw_flow_reserve(struct pw_scratch *s, int *ours)
 	if (!pw_same_origin(other, &s->rev))
 		return PW_EXISTS;
 	s->fwd.created = s->rev.created = other->created;
-	if (!(other->flags & PW_F_CONFIRMED) &&
-	    bpf_map_update_elem(&pw_flows_new, &s->rev_key, &s->rev, BPF_ANY))
+	if (!(other->flags & PW_F_CONFIRMED) && pw_new_put(&s->rev_key, &s->rev))
 		return PW_NO_ROOM;
 	return PW_INSERTED;
 }
@@ -249,7 +249,7 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 		other = pw_flow_find(pw_key_arg(s, key));
 		if (!other || !pw_addr_eq(&other->dst, &s->fwd.dst) ||
 		    other->dport != s->fwd.dport || other->sport != s->fwd.sport)
-			bpf_map_delete_elem(&pw_flows_new, &s->rev_key);
+			pw_new_delete(&s->rev_key);
 	}
 	return err == PW_EXISTS ? PW_FLOW_RACE_LOST : PW_DROP_FLOW_INSERT;
 }

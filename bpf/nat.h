@@ -8,6 +8,7 @@
 #define PW_NAT_H
 
 #include "parse.h"
+#include "sctp.h"
 
 static __always_inline __u32 pw_fold(__u64 sum)
 {
@@ -116,10 +117,10 @@ static __always_inline int pw_write_l4(struct __sk_buff *skb, struct pw_pkt *p,
 	} else if (p->key.proto == IPPROTO_ICMP || p->key.proto == IPPROTO_ICMPV6) {
 		return pw_write_icmp(skb, p, f, diff);
 	} else {
-		/* SCTP's CRC covers its ports and not the addresses. */
-		if (sport != f->sport || dport != f->dport)
-			return PW_DROP_SCTP_PORT;
-		return 0;
+		/* Where no checksum has the addresses, CHECKSUM_COMPLETE has. */
+		if (p->v6)
+			bpf_csum_update(skb, diff);
+		return p->key.proto == PW_PROTO_SCTP ? pw_write_sctp(skb, p, f) : 0;
 	}
 	if (diff != 0xffff && bpf_l4_csum_replace(skb, off, 0, diff, flags | BPF_F_PSEUDO_HDR))
 		return PW_DROP_HELPER;

@@ -84,7 +84,7 @@ enum pw_reason {
 	PW_DROP_MULTICAST = 56,      /* multicast or broadcast from or to a pod */
 	PW_DROP_HELPER = 57,         /* a kernel helper refused: should not happen */
 	PW_DROP_TOO_BIG = 58,
-	PW_DROP_SCTP_PORT = 59,      /* SCTP port translation is not supported */
+	/* 59 is free: it was SCTP port translation, which had no support. */
 	PW_DROP_NO_LOCAL_INTERNAL = 60, /* internalTrafficPolicy Local, none on this node */
 	PW_DROP_NO_LOCAL_EXTERNAL = 61, /* externalTrafficPolicy Local, none on this node */
 	PW_DROP_SOURCE_RANGE = 62,   /* not in the service's loadBalancerSourceRanges */
@@ -212,6 +212,22 @@ struct pw_flow {
 	__u32 pad;
 };
 PW_ASSERT_SIZE(struct pw_flow, 128);
+
+/*
+ * What programs did to pw_flows_new. Entries less than inserted - removed
+ * were pushed out (or deleted by hand).
+ */
+struct pw_churn_count {
+	__u64 inserted; /* new keys */
+	__u64 removed;
+};
+PW_ASSERT_SIZE(struct pw_churn_count, 16);
+
+enum pw_churn_row {
+	PW_CHURN_COUNTED = 0, /* by the programs */
+	PW_CHURN_FOUND = 1,   /* by the agent: entries from before the counting */
+	PW_CHURN_ROWS = 2,
+};
 
 /* ---- services ------------------------------------------------------- */
 

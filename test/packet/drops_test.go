@@ -91,11 +91,16 @@ func dropCases() []dropCase {
 			return w.pod(devClient, udp(ap(w.f.client, 1), ap(w.f.local, 2)))
 		}},
 		{why: bpf.DpPwReasonPW_DROP_FLOW_COLLISION, fire: func(w *world) *result {
-			// SCTP: its port can't be changed to get out of the way.
-			fr := frame{src: ap(w.f.client, 1), dst: ap(w.f.vip, sctpPort), proto: maps.ProtoSCTP}
-			w.pod(devClient, fr).is(fwdLocal, miss, created)
-			fr.dst = ap(w.f.third, sctpPort)
-			return w.pod(devClient, fr)
+			// A protocol without ports by two entry nodes: it has nothing
+			// that could be changed to get out of the way.
+			by := func(node netip.Addr) *result {
+				fr := frame{src: ap(w.f.world, 0), dst: ap(w.f.client, 0), proto: protoGRE, payload: []byte("x")}
+				s := w.tunnelShot(node, fr.bytes(w.t))
+				copy(s.pkt[6:], []byte{2, 'p', 'w', 0, 0, 2})
+				return w.run(s)
+			}
+			by(w.f.nodeB).is(fwdLocal, miss, created)
+			return by(w.f.nodeC)
 		}},
 		{why: bpf.DpPwReasonPW_DROP_FLOW_INSERT, fire: func(w *world) *result {
 			w.crowded()
@@ -149,10 +154,6 @@ func dropCases() []dropCase {
 		}},
 		{why: bpf.DpPwReasonPW_DROP_STRAY, fire: func(w *world) *result {
 			return w.pod(devClient, tcp(ap(w.f.client, 1), ap(w.f.world, 2), rst))
-		}},
-		{why: bpf.DpPwReasonPW_DROP_SCTP_PORT, fire: func(w *world) *result {
-			fr := frame{src: ap(w.f.client, 1), dst: ap(w.f.vip, sctpXlate), proto: maps.ProtoSCTP}
-			return w.pod(devClient, fr)
 		}},
 	}
 }

@@ -511,7 +511,7 @@ func (m *model) create(f *mflow, ch choice, o outcome) reason {
 // identifier does.
 func translatable(k flowKey) bool {
 	switch k.Proto {
-	case pwmaps.ProtoTCP, pwmaps.ProtoUDP:
+	case pwmaps.ProtoTCP, pwmaps.ProtoUDP, pwmaps.ProtoSCTP:
 		return true
 	case protoICMP, protoICMP6:
 		return k.Sport != 0

@@ -14,12 +14,8 @@ func (m *model) deliver(f *mflow, dir int, p packet, o outcome, known bool) outc
 		o.src, o.dst = ap(pwmaps.FromAddr(p.key.Src), 0), ap(pwmaps.FromAddr(p.key.Dst), 0)
 	}
 	ingress := p.hook != toPod && p.hook != toOverlay
-	switch {
-	case ingress && o.to.kind != bpf.DpPwPlaceKindPW_PLACE_HOST && p.ttl <= 1:
+	if ingress && o.to.kind != bpf.DpPwPlaceKindPW_PLACE_HOST && p.ttl <= 1 {
 		o.end = bpf.DpPwReasonPW_DROP_TTL
-		return o
-	case f.xlate && p.key.Proto == pwmaps.ProtoSCTP && f.key.Dport != f.back.Sport:
-		o.end = bpf.DpPwReasonPW_DROP_SCTP_PORT
 		return o
 	}
 	switch o.to.kind {

@@ -161,7 +161,7 @@ func (w *world) begin(rd road, first, got frame) frame {
 		}
 		got.src = ap(d.src, first.src.Port())
 		switch first.proto {
-		case maps.ProtoTCP, maps.ProtoUDP:
+		case maps.ProtoTCP, maps.ProtoUDP, maps.ProtoSCTP:
 			port, _ := d.ports()
 			got.src = ap(d.src, port)
 		case protoICMP:

@@ -371,6 +371,11 @@ func (e *engine) pushOut(s step) string {
 	if !f.have[dir] {
 		return ""
 	}
+	if _, ok, err := e.w.set.FlowsNew.Get(k); err != nil {
+		e.w.t.Fatal(err)
+	} else if ok {
+		e.pushed++
+	}
 	del(e.w, e.w.set.FlowsNew, k)
 	if f.confirmed {
 		delete(e.m.left, k)
