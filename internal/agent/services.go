@@ -115,7 +115,7 @@ func (s *services) apply(dirty map[types.NamespacedName]service.Compiled) (again
 	for name, c := range dirty {
 		for _, p := range c.Ports {
 			if err := s.written(s.ports[p.Key()], up); err != nil {
-				fail(name, fmt.Errorf("service port %s keeps its former backends: %w", p.Key(), err))
+				fail(name, fmt.Errorf("service port %s %w: %w", p.Key(), errFormerBackends, err))
 			}
 		}
 	}
