@@ -5,6 +5,8 @@
 #include "from_pod.c"
 #include "maps.h"
 #include "sweep.c"
+#include "to_lo.c"
+#include "to_netdev.c"
 #include "to_overlay.c"
 #include "to_pod.c"
 

@@ -20,6 +20,7 @@ import (
 
 	"github.com/podweir/podweir/internal/agent"
 	"github.com/podweir/podweir/internal/loader"
+	"github.com/podweir/podweir/internal/service"
 	"github.com/podweir/podweir/internal/tunnel"
 )
 
@@ -34,10 +35,14 @@ func main() {
 
 type flags struct {
 	agent.Config
-	serviceCIDRs []string
-	mode         string
-	logLevel     string
-	logFormat    string
+	serviceCIDRs   []string
+	nodePorts      string
+	nodePortAddrs  []string
+	masquerade     bool
+	externalSource string
+	mode           string
+	logLevel       string
+	logFormat      string
 }
 
 func command() *cobra.Command {
@@ -73,6 +78,11 @@ When it stops, programs and maps stay in place and traffic goes on;
 	fs.StringSliceVar(&f.serviceCIDRs, "service-cidr", nil, "ranges of cluster IPs, besides those of ServiceCIDR objects")
 	fs.IntVar(&f.MTU, "mtu", 0, "MTU of pods (0: what the node's device leaves for the tunnel)")
 	fs.StringVar(&f.mode, "routing-mode", string(tunnel.ModeVXLAN), "between nodes: vxlan, cross-subnet (tunnel only to nodes behind a router) or direct (the network routes pod ranges)")
+	fs.StringVar(&f.nodePorts, "service-node-port-range", "30000-32767", "ports that NodePorts are looked for in: the API server's flag of the same name")
+	fs.StringSliceVar(&f.nodePortAddrs, "nodeport-addresses", nil, "ranges of node addresses that NodePorts answer on, or primary for the Node's InternalIPs (default: all)")
+	fs.BoolVar(&f.masquerade, "masquerade", true, "pods reach what is no pod under this node's address")
+	fs.StringVar(&f.externalSource, "external-source", "keep", "keep or snat: whether backends see the address of clients outside the cluster or this node's")
+	fs.Uint32Var(&f.MaglevSize, "maglev-table-size", 0, "entries of the tables that choose backends for clients outside, a prime, the same on all nodes (0: by the number of backends)")
 	fs.Uint32Var(&f.Mark, "mark", agent.DefaultMark, "packet mark bit for our own use; one bit that nobody else has")
 	pfs := cmd.PersistentFlags()
 	pfs.StringVar(&f.BPFFS, "bpffs", loader.DefaultBPFFS, "folder on a BPF file system for programs and maps")
@@ -126,6 +136,25 @@ func (f *flags) complete() (err error) {
 	}
 	if f.Mode, err = tunnel.ParseMode(f.mode); err != nil {
 		return fmt.Errorf("--routing-mode: %w", err)
+	}
+	if f.NodePorts, err = service.ParsePortRange(f.nodePorts); err != nil {
+		return fmt.Errorf("--service-node-port-range: %w", err)
+	}
+	if _, _, err = loader.SourcePorts(f.NodePorts.Min, f.NodePorts.Max); err != nil {
+		return fmt.Errorf("--service-node-port-range: %w", err)
+	}
+	if f.NodePortAddrs, err = tunnel.ParseNodePortAddrs(f.nodePortAddrs); err != nil {
+		return fmt.Errorf("--nodeport-addresses: %w", err)
+	}
+	f.NoMasquerade = !f.masquerade
+	switch f.externalSource {
+	case "keep", "snat":
+		f.ExternalSNAT = f.externalSource == "snat"
+	default:
+		return fmt.Errorf("--external-source %q: must be keep or snat", f.externalSource)
+	}
+	if err = service.CheckMaglevSize(f.MaglevSize); err != nil {
+		return fmt.Errorf("--maglev-table-size %w", err)
 	}
 	if f.MTU != 0 && (f.MTU < 1280 || f.MTU > 65485) {
 		return fmt.Errorf("--mtu %d: must be 0 or from 1280 (the least of IPv6) to 65485", f.MTU)

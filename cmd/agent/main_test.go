@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/podweir/podweir/internal/service"
 )
 
 func TestBadFlags(t *testing.T) {
@@ -25,6 +27,18 @@ func TestBadFlags(t *testing.T) {
 		{"--healthz-bind-address 10256", "ADDRESS:PORT"},
 		{"--metrics-bind-address 127.0.0.1:99999", "--metrics-bind-address"},
 		{"--healthz-bind-address localhost:10256", "must be ADDRESS:PORT"},
+		{"--service-node-port-range 30000", "30000-32767"},
+		{"--service-node-port-range 0-10", "no range of ports"},
+		{"--service-node-port-range 200-100", "no range of ports"},
+		{"--service-node-port-range 30000-70000", "no range of ports"},
+		{"--service-node-port-range 1024-29999", "too few"},
+		{"--nodeport-addresses 10.0.0.1", "neither a range"},
+		{"--nodeport-addresses primary,10.0.0.0/8", "stands alone"},
+		{"--nodeport-addresses ::ffff:10.0.0.0/104", "write it as IPv4"},
+		{"--external-source hide", "keep or snat"},
+		{"--maglev-table-size 250", "from 251 to 131071"},
+		{"--maglev-table-size 65536", "no prime; the next one is 65537"},
+		{"--maglev-table-size 131072", "from 251 to 131071"},
 		{"extra", "unknown command"},
 		{"cleanup extra", "unknown command"},
 		{"cleanup --log-level loud", "debug, info, warn or error"},
@@ -38,13 +52,18 @@ func TestBadFlags(t *testing.T) {
 }
 
 func TestFlagDefaults(t *testing.T) {
-	f := flags{serviceCIDRs: []string{"10.96.0.0/12", " fd00:10:98::/112"}, logLevel: "info", logFormat: "json", mode: "vxlan"}
+	f := flags{serviceCIDRs: []string{"10.96.0.0/12", " fd00:10:98::/112"}, logLevel: "info", logFormat: "json", mode: "vxlan",
+		nodePorts: "30000-32767", masquerade: true, externalSource: "keep"}
 	f.Mark, f.BPFFS, f.StateDir, f.Socket = 0x1000, "bpf", "/var/lib/podweir", "/run/podweir/agent.sock"
 	if err := f.complete(); err != nil {
 		t.Fatal(err)
 	}
 	want := []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12"), netip.MustParsePrefix("fd00:10:98::/112")}
 	if !slices.Equal(f.ServiceCIDRs, want) || f.NodeName == "" || f.Log == nil || f.Version == "" || !filepath.IsAbs(f.BPFFS) {
+		t.Errorf("%+v", f.Config)
+	}
+	if f.NodePorts != (service.PortRange{Min: 30000, Max: 32767}) || f.NoMasquerade || f.ExternalSNAT || f.MaglevSize != 0 ||
+		f.NodePortAddrs.Primary || f.NodePortAddrs.In != nil {
 		t.Errorf("%+v", f.Config)
 	}
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/podweir/podweir/internal/ipam"
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/internal/node"
+	"github.com/podweir/podweir/internal/reconcile"
 	"github.com/podweir/podweir/internal/service"
 	"github.com/podweir/podweir/internal/table"
 	"github.com/podweir/podweir/internal/tunnel"
@@ -27,6 +28,7 @@ type Datapath interface {
 	Maps() maps.Set
 	AttachNetdev(ctx context.Context, ifindex int, name string) error
 	AttachOverlay(ctx context.Context, ifindex int, name string) error
+	AttachLoopback(ctx context.Context, ifindex int, name string) error
 	SetOverlay(ctx context.Context, ifindex int) error
 	Detach(ctx context.Context, ifindex int) error
 	Verify(ctx context.Context) ([]string, error)
@@ -45,12 +47,15 @@ type Stack interface {
 
 // Options are the settings of the loop.
 type Options struct {
-	NodeName     string
-	ServiceCIDRs []netip.Prefix // besides those of ServiceCIDR objects
-	MTU          int            // of pods; 0 = from the node's device
-	VNI          uint32
-	Mode         tunnel.Mode // empty = vxlan
-	Log          *slog.Logger
+	NodeName      string
+	ServiceCIDRs  []netip.Prefix // besides those of ServiceCIDR objects
+	MTU           int            // of pods; 0 = from the node's device
+	VNI           uint32
+	Mode          tunnel.Mode          // empty = vxlan
+	NodePorts     service.PortRange    // zero = any port
+	NodePortAddrs tunnel.NodePortAddrs // where they answer; zero = on all addresses
+	MaglevSize    uint32               // 0 = by the number of backends
+	Log           *slog.Logger
 }
 
 // Agent is the loop and its state.
@@ -66,6 +71,7 @@ type Agent struct {
 
 	peers    *peers
 	services *services
+	devAddrs *reconcile.Table[uint32, maps.DevAddrs]
 	gens     *generations
 
 	queries chan func()
@@ -87,7 +93,7 @@ type Agent struct {
 	world     world
 	stats     stats
 	checks    checks
-	unwritten map[types.NamespacedName]struct{} // services that a map refused a part of
+	unwritten map[service.Owner]struct{} // services that a map refused a part of
 }
 
 // world is what the last round knew.
@@ -142,7 +148,7 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 	a.world.attached = make(map[int]string)
 	a.health = health.New(health.DefaultTimeout, time.Now, a.noLocal)
 	a.checks = newChecks(a.health)
-	a.unwritten = make(map[types.NamespacedName]struct{})
+	a.unwritten = make(map[service.Owner]struct{})
 	a.dirty.services = make(map[types.NamespacedName]struct{})
 	var err error
 	st := storesOf(dp.Maps())
@@ -151,6 +157,10 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 	}
 	a.gens = a.peers.gens
 	if a.services, err = newServices(st, time.Now, a.peers.bumpAddr); err != nil {
+		return nil, err
+	}
+	a.devAddrs = reconcile.New(st.devAddrs)
+	if err = a.devAddrs.Load(); err != nil {
 		return nil, err
 	}
 	a.notReady("the agent has only started")
@@ -284,6 +294,9 @@ type watches struct {
 	nodes, pods, namespaces, policies, cidrs, services, slices <-chan struct{}
 }
 
-func serviceNode(w *world) service.Node {
-	return service.Node{Name: w.self.Name, Zone: w.zone}
+func (a *Agent) serviceNode() service.Node {
+	return service.Node{
+		Name: a.world.self.Name, Zone: a.world.zone,
+		NodePorts: a.opt.NodePorts, MaglevSize: a.opt.MaglevSize,
+	}
 }

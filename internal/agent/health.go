@@ -4,16 +4,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
+	"slices"
 
-	"github.com/cilium/statedb"
 	corev1 "k8s.io/api/core/v1"
-	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/podweir/podweir/internal/health"
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/internal/service"
-	"github.com/podweir/podweir/internal/table"
 )
 
 // errFormerBackends is wrapped by errors about a port whose new backends
@@ -25,6 +24,7 @@ type checks struct {
 	servers *health.Checks
 	want    map[types.NamespacedName]health.Check
 	dirty   bool // want changed, or a port could not be had
+	addrs   []netip.Addr
 	failed  map[types.NamespacedName]error
 }
 
@@ -50,76 +50,68 @@ func (a *Agent) endRound(full bool) {
 // behind is an error while the maps do not hold every service as compiled.
 // What is wrong with an object is none of it.
 func (a *Agent) behind() error {
-	frontends := len(a.services.frontends.Failed())
-	if frontends == 0 && len(a.unwritten) == 0 {
+	s := a.services
+	entries := len(s.frontends.Failed()) + len(s.states.Failed()) + len(s.ranges.Failed())
+	if entries == 0 && len(a.unwritten) == 0 {
 		return nil
 	}
-	return fmt.Errorf("%d frontends and the backends of %d services are not written", frontends, len(a.unwritten))
+	return fmt.Errorf("%d entries and the backends of %d services are not written", entries, len(a.unwritten))
 }
 
-func (a *Agent) noteUnwritten(name types.NamespacedName, err error) {
+func (a *Agent) noteUnwritten(o service.Owner, err error) {
 	if errors.Is(err, errFormerBackends) {
-		a.unwritten[name] = struct{}{}
+		a.unwritten[o] = struct{}{}
 	}
 }
 
 // wantChecks notes what the services of a batch ask for.
-func (a *Agent) wantChecks(txn statedb.ReadTxn, batch map[types.NamespacedName]service.Compiled) {
-	for name, c := range batch {
+func (a *Agent) wantChecks(batch map[service.Owner]service.Compiled) {
+	for o, c := range batch {
+		if o.Kind != service.KindService {
+			continue
+		}
+		name := types.NamespacedName{Namespace: o.Namespace, Name: o.Name}
 		was, had := a.checks.want[name]
-		check, ok := a.checkOf(txn, name, c)
 		switch {
-		case ok && (!had || was != check):
-			a.checks.want[name], a.checks.dirty = check, true
-		case !ok && had:
+		case c.Health == nil && had:
 			delete(a.checks.want, name)
 			a.checks.dirty = true
+		case c.Health != nil:
+			check := health.Check{Port: c.Health.NodePort, Local: c.Health.LocalEndpoints}
+			a.checks.dirty = a.checks.dirty || !had || was != check
+			a.checks.want[name] = check
 		}
 	}
 }
 
-// checkOf is the health check that a service asks for: LoadBalancer with the
-// external traffic policy Local. As kube-proxy does, endpoints are counted by
-// address and in the service's first family.
-func (a *Agent) checkOf(txn statedb.ReadTxn, name types.NamespacedName, c service.Compiled) (health.Check, bool) {
-	svc, _, ok := a.tables.Services.Get(txn, table.ByName[*corev1.Service](name.Namespace, name.Name))
-	if !ok || c.Name == "" || len(c.Addrs) == 0 || svc.Spec.Type != corev1.ServiceTypeLoadBalancer ||
-		svc.Spec.ExternalTrafficPolicy != corev1.ServiceExternalTrafficPolicyLocal {
-		return health.Check{}, false
+// checkAddrs are the addresses to listen on: those that NodePorts answer on.
+// None = all.
+func (a *Agent) checkAddrs() []netip.Addr {
+	if n := a.opt.NodePortAddrs; !n.Primary && len(n.In) == 0 {
+		return nil
 	}
-	port := svc.Spec.HealthCheckNodePort
-	if port < 1 || port > 65535 {
-		return health.Check{}, false
-	}
-	family := discoveryv1.AddressTypeIPv4
-	if c.Addrs[0].Is6() {
-		family = discoveryv1.AddressTypeIPv6
-	}
-	ready := make(map[string]struct{})
-	for s := range a.tables.Slices.List(txn, table.SlicesByService(name.Namespace, name.Name)) {
-		if s.AddressType != family {
-			continue
-		}
-		for _, e := range s.Endpoints {
-			isReady := svc.Spec.PublishNotReadyAddresses || e.Conditions.Ready == nil || *e.Conditions.Ready
-			if isReady && e.NodeName != nil && *e.NodeName == a.opt.NodeName && len(e.Addresses) > 0 {
-				ready[e.Addresses[0]] = struct{}{}
-			}
+	var out []netip.Addr
+	for addr, p := range a.world.in.tunnel.Addrs {
+		if own := uint32(maps.PeerHost | maps.PeerNodePort); p.Flags&own == own {
+			out = append(out, addr)
 		}
 	}
-	return health.Check{Port: uint16(port), Local: len(ready)}, true
+	slices.SortFunc(out, netip.Addr.Compare)
+	return out
 }
 
 // syncChecks makes the servers as they are wanted. A port that is not to be
 // had is tried again in every round, and there is one every verifyEvery.
 func (a *Agent) syncChecks() {
-	if !a.checks.dirty && !a.checks.servers.Lost() {
+	addrs := a.checkAddrs()
+	if !a.checks.dirty && !a.checks.servers.Lost() && slices.Equal(addrs, a.checks.addrs) {
 		return
 	}
 	for name := range a.checks.failed {
 		a.problem(checkProblem(name), "", nil)
 	}
-	a.checks.failed = a.checks.servers.Sync(a.checks.want, nil)
+	a.checks.addrs = addrs
+	a.checks.failed = a.checks.servers.Sync(a.checks.want, addrs)
 	for name, err := range a.checks.failed {
 		a.problem(checkProblem(name), "Service "+name.String(), err)
 	}

@@ -81,6 +81,10 @@ type memStores struct {
 	gens      *mem[uint32, uint32]
 	services  *mem[pw.ServiceKey, pw.Service]
 	backends  *mem[pw.BackendKey, pw.Backend]
+	maglev    *mem[pw.MaglevKey, pw.Maglev]
+	states    *mem[pw.BackendStateKey, uint32]
+	ranges    *mem[pw.SrcRangeKey, uint32]
+	devAddrs  *mem[uint32, pw.DevAddrs]
 	nodes     *mem[uint32, pw.Node]
 	nodeIDs   *mem[pw.Addr, uint32]
 	addrs     *mem[pw.Addr, pw.Peer]
@@ -95,6 +99,10 @@ func newMemStores() *memStores {
 	s.gens = newMem[uint32, uint32]("pw_gens", &s.journal)
 	s.services = newMem[pw.ServiceKey, pw.Service]("pw_services", &s.journal)
 	s.backends = newMem[pw.BackendKey, pw.Backend]("pw_backends", &s.journal)
+	s.maglev = newMem[pw.MaglevKey, pw.Maglev]("pw_maglev", &s.journal)
+	s.states = newMem[pw.BackendStateKey, uint32]("pw_backend_st", &s.journal)
+	s.ranges = newMem[pw.SrcRangeKey, uint32]("pw_src_ranges", &s.journal)
+	s.devAddrs = newMem[uint32, pw.DevAddrs]("pw_dev_addrs", &s.journal)
 	s.nodes = newMem[uint32, pw.Node]("pw_nodes", &s.journal)
 	s.nodeIDs = newMem[pw.Addr, uint32]("pw_node_ids", &s.journal)
 	s.addrs = newMem[pw.Addr, pw.Peer]("pw_addrs", &s.journal)
@@ -107,7 +115,8 @@ func newMemStores() *memStores {
 
 func (s *memStores) stores() stores {
 	return stores{
-		gens: s.gens, services: s.services, backends: s.backends, nodes: s.nodes, nodeIDs: s.nodeIDs,
+		gens: s.gens, services: s.services, backends: s.backends,
+		maglev: s.maglev, states: s.states, ranges: s.ranges, devAddrs: s.devAddrs, nodes: s.nodes, nodeIDs: s.nodeIDs,
 		addrs: s.addrs, prefixes: s.prefixes, endpoints: s.endpoints, policy: s.policy, classes: s.classes,
 		nodesMax: 8192,
 	}

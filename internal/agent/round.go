@@ -37,6 +37,7 @@ func (a *Agent) round(ctx context.Context) time.Time {
 	if a.dirty.nodes || a.dirty.stack {
 		a.readNodes(txn)
 		a.syncStack(ctx)
+		a.syncDevAddrs()
 	}
 	a.dirty.routes = a.dirty.routes || a.dirty.peers || a.dirty.stack || a.dirty.nodes
 	if a.dirty.peers {
@@ -52,7 +53,7 @@ func (a *Agent) round(ctx context.Context) time.Time {
 	if first {
 		a.services.buryLeftovers()
 		a.full = true
-		a.log.Info("first full round done", "services", len(a.services.byName),
+		a.log.Info("first full round done", "services", len(a.services.byOwner),
 			"addresses", a.peers.addrs.Len(), "endpoints", a.peers.endpoints.Len())
 	}
 	next, err := a.services.sweep()
@@ -72,9 +73,7 @@ func (a *Agent) comeBack(next time.Time) time.Time {
 		next = sooner(next, at)
 		a.dirty.peers = true
 	}
-	if at, ok := a.services.frontends.NextRetry(); ok {
-		next = sooner(next, at)
-	}
+	next = sooner(next, a.services.nextRetry())
 	for _, at := range a.retry {
 		next = sooner(next, at)
 	}
@@ -110,9 +109,7 @@ func (a *Agent) readNodes(txn statedb.ReadTxn) {
 	}
 	if zone != a.world.zone {
 		a.world.zone = zone
-		for name := range a.services.byName {
-			a.dirty.services[name] = struct{}{}
-		}
+		a.allServicesDirty()
 	}
 	a.problem("pod CIDRs", "Node "+a.opt.NodeName, a.ipam.SetCIDRs(a.world.self.PodCIDRs))
 }
@@ -194,7 +191,7 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 	}
 	hostAddrs := node.Addrs(w.devices)
 	t := tunnel.Compile(tunnel.Input{
-		Self: a.opt.NodeName, Nodes: w.nodes, Pods: allPods, HostAddrs: hostAddrs,
+		Self: a.opt.NodeName, Nodes: w.nodes, Pods: allPods, HostAddrs: hostAddrs, NodePorts: a.opt.NodePortAddrs,
 		ServiceCIDRs: w.cidrs, Local: local,
 	})
 	p := policy.Compile(policy.Input{
@@ -288,36 +285,46 @@ func (a *Agent) syncServices(txn statedb.ReadTxn) {
 		a.problem("frontends", "", a.services.retry())
 		return
 	}
-	batch := make(map[types.NamespacedName]service.Compiled, len(a.dirty.services))
-	self := serviceNode(&a.world)
+	batch := make(map[service.Owner]service.Compiled, len(a.dirty.services))
+	self := a.serviceNode()
 	for name := range a.dirty.services {
+		owner := service.Service(name.Namespace, name.Name)
 		key := "Service " + name.String()
 		delete(a.problems, key)
 		delete(a.retry, name)
-		delete(a.unwritten, name)
+		delete(a.unwritten, owner)
 		svc, _, ok := a.tables.Services.Get(txn, table.ByName[*corev1.Service](name.Namespace, name.Name))
 		if !ok {
-			batch[name] = service.Compiled{}
+			batch[owner] = service.Compiled{}
 			continue
 		}
 		c, err := service.Compile(svc, collect(a.tables.Slices.List(txn, table.SlicesByService(name.Namespace, name.Name))), self)
 		if err != nil {
 			a.problems[key] = problems(key, err)
 		}
-		batch[name] = c
+		batch[owner] = c
 	}
 	a.stats.services += uint64(len(batch))
-	a.wantChecks(txn, batch)
+	a.wantChecks(batch)
 	a.dirty.services = make(map[types.NamespacedName]struct{})
 	again, errs := a.services.apply(batch)
-	for _, name := range again {
-		a.retry[name] = now
+	for _, o := range again {
+		a.retry[types.NamespacedName{Namespace: o.Namespace, Name: o.Name}] = now
 	}
-	for name, err := range errs {
-		key := "Service " + name.String()
+	for o, err := range errs {
+		key := o.String()
 		a.problems[key] = append(a.problems[key], problems(key, err)...)
-		a.retry[name] = now.Add(serviceRetry)
-		a.noteUnwritten(name, err)
+		a.retry[types.NamespacedName{Namespace: o.Namespace, Name: o.Name}] = now.Add(serviceRetry)
+		a.noteUnwritten(o, err)
+	}
+}
+
+// allServicesDirty has every service compiled again.
+func (a *Agent) allServicesDirty() {
+	for o := range a.services.byOwner {
+		if o.Kind == service.KindService {
+			a.dirty.services[types.NamespacedName{Namespace: o.Namespace, Name: o.Name}] = struct{}{}
+		}
 	}
 }
 
@@ -355,6 +362,13 @@ func (a *Agent) syncPrograms(ctx context.Context) {
 	for _, d := range w.outside {
 		wanted[d.Index] = d.Name
 	}
+	lo := 0
+	for _, d := range w.devices {
+		if d.Name == node.Loopback {
+			lo = d.Index
+			wanted[lo] = d.Name
+		}
+	}
 	for index, name := range w.attached {
 		if wanted[index] == name {
 			continue
@@ -369,8 +383,11 @@ func (a *Agent) syncPrograms(ctx context.Context) {
 			continue
 		}
 		attach := a.dp.AttachNetdev
-		if index == w.overlay {
+		switch index {
+		case w.overlay:
 			attach = a.dp.AttachOverlay
+		case lo:
+			attach = a.dp.AttachLoopback
 		}
 		if err := attach(ctx, index, name); err != nil {
 			errs = append(errs, fmt.Errorf("device %s: attach: %w", name, err))

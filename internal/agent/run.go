@@ -22,6 +22,7 @@ import (
 	"github.com/podweir/podweir/internal/ipam"
 	"github.com/podweir/podweir/internal/loader"
 	"github.com/podweir/podweir/internal/node"
+	"github.com/podweir/podweir/internal/service"
 	"github.com/podweir/podweir/internal/source"
 	"github.com/podweir/podweir/internal/table"
 	"github.com/podweir/podweir/internal/tunnel"
@@ -37,24 +38,29 @@ const (
 	DefaultMark     = 0x1000
 )
 
-// Config is what the process is told. Every field but Manifests, Kubeconfig,
-// Listen, HealthzBind, MetricsBind, ServiceCIDRs and MTU is required.
+// Config is what the process is told. Fields whose zero value is not explained
+// are required.
 type Config struct {
-	NodeName     string
-	Manifests    string // a folder; empty = the API server
-	Kubeconfig   string // empty = the pod's own credentials
-	BPFFS        string
-	StateDir     string
-	Socket       string
-	Listen       string // empty = not on TCP
-	HealthzBind  string // for kube-proxy's /healthz and /livez; empty = not served
-	MetricsBind  string // for the metrics once more, where kube-proxy has them; empty = not
-	ServiceCIDRs []netip.Prefix
-	MTU          int
-	Mode         tunnel.Mode
-	Mark         uint32
-	Version      string
-	Log          *slog.Logger
+	NodeName      string
+	Manifests     string // a folder; empty = the API server
+	Kubeconfig    string // empty = the pod's own credentials
+	BPFFS         string
+	StateDir      string
+	Socket        string
+	Listen        string         // empty = not on TCP
+	HealthzBind   string         // for kube-proxy's /healthz and /livez; empty = not served
+	MetricsBind   string         // for the metrics once more; empty = not
+	ServiceCIDRs  []netip.Prefix // besides those of ServiceCIDR objects
+	MTU           int            // of pods; 0 = from the node's device
+	Mode          tunnel.Mode
+	NodePorts     service.PortRange    // where the API server takes NodePorts from
+	NodePortAddrs tunnel.NodePortAddrs // on which they answer; zero = on all
+	NoMasquerade  bool                 // pods reach the world under their own addresses
+	ExternalSNAT  bool                 // clients of services from outside under this node's
+	MaglevSize    uint32               // of every table, a prime; 0 = by the number of backends
+	Mark          uint32
+	Version       string
+	Log           *slog.Logger
 }
 
 // restoreTimeout bounds how long endpoints of an earlier run may wait for
@@ -129,7 +135,9 @@ func Run(ctx context.Context, cfg Config) (err error) {
 		return err
 	}
 	dp, err := loader.Load(ctx, loader.Config{
-		BPFFS: cfg.BPFFS, OverlayIfindex: overlay, VNI: DefaultVNI, Mark: cfg.Mark, Log: log,
+		BPFFS: cfg.BPFFS, OverlayIfindex: overlay, VNI: DefaultVNI, Mark: cfg.Mark,
+		NodePortMin: cfg.NodePorts.Min, NodePortMax: cfg.NodePorts.Max,
+		NoMasquerade: cfg.NoMasquerade, SNAT: cfg.ExternalSNAT, Log: log,
 	})
 	if err != nil {
 		return err
@@ -141,7 +149,8 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	}
 	alloc := new(ipam.Allocator)
 	a, err := New(Options{
-		NodeName: cfg.NodeName, ServiceCIDRs: cfg.ServiceCIDRs, MTU: cfg.MTU, VNI: DefaultVNI, Mode: cfg.Mode, Log: log,
+		NodeName: cfg.NodeName, ServiceCIDRs: cfg.ServiceCIDRs, MTU: cfg.MTU, VNI: DefaultVNI, Mode: cfg.Mode,
+		NodePorts: cfg.NodePorts, NodePortAddrs: cfg.NodePortAddrs, MaglevSize: cfg.MaglevSize, Log: log,
 	}, tables, dp, stack, alloc)
 	if err != nil {
 		return err

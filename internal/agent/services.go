@@ -1,39 +1,52 @@
 package agent
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
 	"time"
-
-	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/internal/reconcile"
 	"github.com/podweir/podweir/internal/service"
 )
 
-// setLinger is how long a backend set outlives its last reference: a packet
-// that read the service before the switch still finds it.
-const setLinger = time.Second
-
-// services writes pw_services and pw_backends. A set of backends is written
-// whole under a new number, then every frontend of the port is switched, then
-// the old set goes.
+// services writes what the datapath knows of services: pw_services,
+// pw_backends, pw_maglev, pw_backend_st and pw_src_ranges. It does not ask
+// where ports come from: they belong to owners, services or others.
+//
+// Per round: new sets of backends whole under new numbers, their Maglev
+// tables, the states of backends, and source ranges; then the frontends are
+// switched; then states of backends that are gone are removed and the
+// generations of their addresses moved; sets that nothing points at go when
+// no packet can be reading them any more (see sets.go).
+//
+// Of several owners that want one frontend, the one that has it keeps it; in
+// one round, the one created first gets it, then the first by name.
 type services struct {
 	now       func() time.Time
 	frontends *reconcile.Table[maps.ServiceKey, maps.Service]
 	backends  *reconcile.Table[maps.BackendKey, maps.Backend]
-	// changed is told of every backend address that a port lost.
+	maglev    *reconcile.Table[maps.MaglevKey, maps.Maglev]
+	states    *reconcile.Table[maps.BackendStateKey, uint32]
+	ranges    *reconcile.Table[maps.SrcRangeKey, uint32]
+	// changed is told of every address whose flows have to be decided again.
 	changed func(maps.Addr)
 
-	byName map[types.NamespacedName]service.Compiled
-	ports  map[service.PortKey]*portState
-	// claims says which port has a frontend; waiting, which services want one
-	// that another has.
-	claims  map[maps.ServiceKey]service.PortKey
-	waiting map[maps.ServiceKey]map[types.NamespacedName]struct{}
-	owners  map[maps.ServiceKey]map[types.NamespacedName]struct{}
+	byOwner map[service.Owner]service.Compiled
+	ports   map[service.PortKey]*portState
+	// claims says which port has a frontend; waiting, which owners want one
+	// that another has, and wants the same by owner.
+	claims     map[maps.ServiceKey]service.PortKey
+	waiting    map[maps.ServiceKey]map[service.Owner]struct{}
+	wants      map[service.Owner][]maps.ServiceKey
+	addrOwners map[maps.ServiceKey]map[service.Owner]struct{}
+
+	// What the maps hold, by the id of the service port: where frontends lead,
+	// and the states.
+	leads    map[maps.ServiceKey]uint32
+	statesOf map[uint32]map[maps.BackendStateKey]struct{}
 
 	ids, sets     map[uint32]struct{} // claimed by a port
 	nextID        uint32
@@ -42,125 +55,152 @@ type services struct {
 	leftoversFrom time.Time // what nobody wants may be removed from here on
 }
 
+// portState is what a port has in the maps.
 type portState struct {
-	id, set   uint32
+	id        uint32
 	frontends []maps.ServiceKey
-	backends  []maps.Backend
-	next      *nextSet // being written
-}
-
-type nextSet struct {
-	set      uint32
-	backends []maps.Backend
-}
-
-// grave is a set to be removed.
-type grave struct {
-	set   uint32
-	count int
-	users []maps.ServiceKey // that pointed at it
-	at    time.Time
+	sets      []backendSet // distinct ones
+	use       uses
+	states    map[maps.Backend]uint32
+	ranges    []maps.SrcRangeKey
+	next      []backendSet // being written
 }
 
 func newServices(st stores, now func() time.Time, changed func(maps.Addr)) (*services, error) {
 	s := &services{
-		now:       now,
-		frontends: reconcile.New(st.services),
-		backends:  reconcile.New(st.backends),
-		changed:   changed,
-		byName:    make(map[types.NamespacedName]service.Compiled),
-		ports:     make(map[service.PortKey]*portState),
-		claims:    make(map[maps.ServiceKey]service.PortKey),
-		waiting:   make(map[maps.ServiceKey]map[types.NamespacedName]struct{}),
-		owners:    make(map[maps.ServiceKey]map[types.NamespacedName]struct{}),
-		ids:       make(map[uint32]struct{}),
-		sets:      make(map[uint32]struct{}),
-		nextID:    1,
-		nextSet:   1,
+		now:        now,
+		frontends:  reconcile.New(st.services),
+		backends:   reconcile.New(st.backends),
+		maglev:     reconcile.New(st.maglev),
+		states:     reconcile.New(st.states),
+		ranges:     reconcile.New(st.ranges),
+		changed:    changed,
+		byOwner:    make(map[service.Owner]service.Compiled),
+		ports:      make(map[service.PortKey]*portState),
+		claims:     make(map[maps.ServiceKey]service.PortKey),
+		waiting:    make(map[maps.ServiceKey]map[service.Owner]struct{}),
+		wants:      make(map[service.Owner][]maps.ServiceKey),
+		addrOwners: make(map[maps.ServiceKey]map[service.Owner]struct{}),
+		leads:      make(map[maps.ServiceKey]uint32),
+		statesOf:   make(map[uint32]map[maps.BackendStateKey]struct{}),
+		ids:        make(map[uint32]struct{}),
+		sets:       make(map[uint32]struct{}),
+		nextID:     1,
+		nextSet:    1,
 	}
-	if err := errors.Join(s.frontends.Load(), s.backends.Load()); err != nil {
+	err := errors.Join(s.frontends.Load(), s.backends.Load(), s.maglev.Load(), s.states.Load(), s.ranges.Load())
+	if err != nil {
 		return nil, err
 	}
-	for _, v := range s.frontends.All() {
+	for k, v := range s.frontends.All() {
+		s.leads[k] = v.Id
 		s.nextID = max(s.nextID, v.Id+1)
-		s.nextSet = max(s.nextSet, v.Set+1)
+		s.nextSet = max(s.nextSet, v.Set+1, v.ExtSet+1)
+	}
+	for k := range s.states.All() {
+		s.hasState(k)
+		s.nextID = max(s.nextID, k.Service+1)
 	}
 	for k := range s.backends.All() {
+		s.nextSet = max(s.nextSet, k.Set+1)
+	}
+	for k := range s.maglev.All() {
 		s.nextSet = max(s.nextSet, k.Set+1)
 	}
 	return s, nil
 }
 
-// apply brings the services given to their compiled state; a zero Compiled
-// removes one. It returns the services to compile and apply again, because a
+// apply brings the owners given to their compiled state; a zero Compiled
+// removes one. It returns the owners to compile and apply again, because a
 // frontend they wanted has become free or their backends found no room, and
-// what went wrong by service.
-func (s *services) apply(dirty map[types.NamespacedName]service.Compiled) (again []types.NamespacedName, errs map[types.NamespacedName]error) {
-	errs = make(map[types.NamespacedName]error)
-	fail := func(n types.NamespacedName, err error) {
+// what went wrong by owner.
+func (s *services) apply(dirty map[service.Owner]service.Compiled) (again []service.Owner, errs map[service.Owner]error) {
+	errs = make(map[service.Owner]error)
+	fail := func(o service.Owner, err error) {
 		if err != nil {
-			errs[n] = errors.Join(errs[n], err)
+			errs[o] = errors.Join(errs[o], err)
 		}
 	}
-	var lost []maps.Addr
-	again = s.giveUp(dirty, &lost)
-
-	// New sets, whole.
-	for name, c := range dirty {
-		for _, p := range c.Ports {
-			s.prepare(name, p)
-		}
-	}
-	up := s.backends.Upsert()
-	for name, c := range dirty {
-		for _, p := range c.Ports {
-			if err := s.written(s.ports[p.Key()], up); err != nil {
-				fail(name, fmt.Errorf("service port %s %w: %w", p.Key(), errFormerBackends, err))
+	order := inOrder(dirty)
+	again = s.giveUp(dirty)
+	each := func(f func(o service.Owner, p *service.Port)) {
+		for _, o := range order {
+			for i := range dirty[o].Ports {
+				f(o, &dirty[o].Ports[i])
 			}
 		}
 	}
+	// Everything that frontends will refer to.
+	each(func(_ service.Owner, p *service.Port) { s.prepare(p) })
+	s.backends.Upsert()
+	s.maglev.Upsert()
+	s.upsertStates()
+	s.ranges.Upsert()
+	each(func(o service.Owner, p *service.Port) {
+		if err := s.commit(p); err != nil {
+			fail(o, fmt.Errorf("service port %s %w: %w", p.Key(), errFormerBackends, err))
+		}
+		for _, err := range s.restrict(p) {
+			fail(o, fmt.Errorf("source range of %s: %w", p.Key(), err))
+		}
+	})
 	// Frontends.
-	for name, c := range dirty {
-		for _, p := range c.Ports {
-			for _, err := range s.point(name, p, &lost) {
-				fail(name, err)
-			}
+	each(func(o service.Owner, p *service.Port) {
+		for _, err := range s.point(o, p) {
+			fail(o, err)
 		}
-		s.own(name, c)
-		if c.Name == "" {
-			delete(s.byName, name)
+	})
+	for _, o := range order {
+		s.own(o, dirty[o])
+		if dirty[o].Name == "" {
+			delete(s.byOwner, o)
 		} else {
-			s.byName[name] = c
+			s.byOwner[o] = dirty[o]
 		}
 	}
-	res := s.frontends.Upsert()
-	for k, err := range res.Errs {
-		fail(s.ownerOf(k), err)
-	}
-	res = s.frontends.Prune()
-	for k, err := range res.Errs {
-		fail(s.ownerOf(k), err)
-	}
-	for _, a := range lost {
-		s.changed(a)
+	_ = s.flush() // its errors are those of the entries below, or of retry
+	each(func(o service.Owner, p *service.Port) {
+		for _, f := range s.ports[p.Key()].frontends {
+			fail(o, s.frontends.Err(f))
+		}
+	})
+	for _, o := range order {
+		for _, a := range dirty[o].Addrs {
+			fail(o, s.frontends.Err(service.OwnerKey(a)))
+		}
 	}
 	return again, errs
 }
 
-// giveUp takes back what the dirty services had and no longer want, so that
+// inOrder sorts owners: removed ones, then by age, then by name.
+func inOrder(dirty map[service.Owner]service.Compiled) []service.Owner {
+	out := make([]service.Owner, 0, len(dirty))
+	for o := range dirty {
+		out = append(out, o)
+	}
+	slices.SortFunc(out, func(a, b service.Owner) int {
+		return cmp.Or(dirty[a].Created.Compare(dirty[b].Created),
+			cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name), cmp.Compare(a.Kind, b.Kind))
+	})
+	return out
+}
+
+// giveUp takes back what the dirty owners had and no longer want, so that
 // another of them may have it in this very round.
-func (s *services) giveUp(dirty map[types.NamespacedName]service.Compiled, lost *[]maps.Addr) (again []types.NamespacedName) {
-	for name, c := range dirty {
+func (s *services) giveUp(dirty map[service.Owner]service.Compiled) (again []service.Owner) {
+	for owner, c := range dirty {
 		want := make(map[maps.ServiceKey]service.PortKey)
 		ports := make(map[service.PortKey]bool)
-		for _, p := range c.Ports {
-			ports[p.Key()] = true
-			for _, f := range p.Frontends {
-				want[f] = p.Key()
+		for i := range c.Ports {
+			key := c.Ports[i].Key()
+			ports[key] = true
+			for _, f := range c.Ports[i].Frontends {
+				want[f.Key] = key
 			}
 		}
-		for _, p := range s.byName[name].Ports {
-			key := p.Key()
+		was := s.byOwner[owner]
+		for i := range was.Ports {
+			key := was.Ports[i].Key()
 			st := s.ports[key]
 			if st == nil {
 				continue
@@ -178,232 +218,129 @@ func (s *services) giveUp(dirty map[types.NamespacedName]service.Compiled, lost 
 				}
 			}
 			if !ports[key] {
-				for _, b := range st.backends {
-					*lost = append(*lost, b.Addr)
-				}
-				s.bury(st.set, len(st.backends), st.frontends)
-				delete(s.ports, key)
-				delete(s.ids, st.id)
+				s.forget(key, st)
 			}
 		}
-		for f, names := range s.waiting {
-			if delete(names, name); len(names) == 0 {
+		for _, f := range s.wants[owner] {
+			if delete(s.waiting[f], owner); len(s.waiting[f]) == 0 {
 				delete(s.waiting, f)
 			}
 		}
+		delete(s.wants, owner)
 	}
 	return again
 }
 
-// prepare starts a new set for a port whose backends changed.
-func (s *services) prepare(name types.NamespacedName, p service.Port) {
-	key := p.Key()
-	st := s.ports[key]
-	if st == nil {
-		st = s.adopt(p)
-		s.ports[key] = st
+// forget removes a port; its frontends are given up already.
+func (s *services) forget(key service.PortKey, st *portState) {
+	for _, set := range st.sets {
+		s.bury(set, st.frontends)
 	}
-	if slices.Equal(st.backends, p.Backends) {
-		return
+	for b := range st.states {
+		s.states.Delete(stateKey(st.id, b))
 	}
-	next := &nextSet{backends: p.Backends}
-	if len(p.Backends) > 0 {
-		next.set = s.nextSet
-		s.nextSet++
-		s.sets[next.set] = struct{}{}
+	for _, k := range st.ranges {
+		s.ranges.Delete(k)
 	}
-	for i, b := range p.Backends {
-		s.backends.Set(maps.BackendKey{Set: next.set, Slot: uint32(i)}, b)
-	}
-	st.next = next
+	delete(s.ports, key)
+	delete(s.ids, st.id)
 }
 
-// written is called when the new set was tried: with an entry missing, the
-// port stays with the set it has.
-func (s *services) written(st *portState, up reconcile.Result[maps.BackendKey]) error {
-	if st.next == nil {
-		return nil
-	}
-	for i := range st.next.backends {
-		if err := up.Errs[maps.BackendKey{Set: st.next.set, Slot: uint32(i)}]; err != nil {
-			s.bury(st.next.set, len(st.next.backends), nil)
-			st.next = nil
-			return err
-		}
-	}
-	return nil
-}
-
-// point makes the frontends of a port lead to its set.
-func (s *services) point(name types.NamespacedName, p service.Port, lost *[]maps.Addr) (errs []error) {
+// point makes the frontends of a port lead to its sets.
+func (s *services) point(owner service.Owner, p *service.Port) (errs []error) {
 	key := p.Key()
 	st := s.ports[key]
-	if st.next != nil {
-		kept := make(map[maps.Backend]struct{}, len(st.next.backends))
-		for _, b := range st.next.backends {
-			kept[b] = struct{}{}
-		}
-		for _, b := range st.backends {
-			if _, ok := kept[b]; !ok {
-				*lost = append(*lost, b.Addr)
-			}
-		}
-		s.bury(st.set, len(st.backends), st.frontends)
-		st.set, st.backends, st.next = st.next.set, st.next.backends, nil
-	}
-	st.frontends = st.frontends[:0:0]
+	st.frontends = nil
 	for _, f := range p.Frontends {
-		if other, taken := s.claims[f]; taken && other != key {
-			if s.waiting[f] == nil {
-				s.waiting[f] = make(map[types.NamespacedName]struct{})
+		if other, taken := s.claims[f.Key]; taken && other != key {
+			if s.waiting[f.Key] == nil {
+				s.waiting[f.Key] = make(map[service.Owner]struct{})
 			}
-			s.waiting[f][name] = struct{}{}
-			errs = append(errs, fmt.Errorf("frontend %s of %s belongs to %s", maps.KeyString(f), key, other))
+			s.waiting[f.Key][owner] = struct{}{}
+			s.wants[owner] = append(s.wants[owner], f.Key)
+			errs = append(errs, fmt.Errorf("frontend %s of %s belongs to %s", maps.KeyString(f.Key), key, other))
 			continue
 		}
-		s.claims[f] = key
-		st.frontends = append(st.frontends, f)
-		n := uint32(len(st.backends))
-		s.frontends.Set(f, maps.Service{Id: st.id, Set: st.set, Count: n, ExtSet: st.set, ExtCount: n})
+		s.claims[f.Key] = key
+		st.frontends = append(st.frontends, f.Key)
+		s.frontends.Set(f.Key, st.value(p, f.Kind))
 	}
 	return errs
 }
 
 // own writes the entries that mark addresses as some service's.
-func (s *services) own(name types.NamespacedName, c service.Compiled) {
-	for _, a := range s.byName[name].Addrs {
+func (s *services) own(owner service.Owner, c service.Compiled) {
+	for _, a := range s.byOwner[owner].Addrs {
 		if slices.Contains(c.Addrs, a) {
 			continue
 		}
 		k := service.OwnerKey(a)
-		if delete(s.owners[k], name); len(s.owners[k]) == 0 {
-			delete(s.owners, k)
+		if delete(s.addrOwners[k], owner); len(s.addrOwners[k]) == 0 {
+			delete(s.addrOwners, k)
 			s.frontends.Delete(k)
 		}
 	}
 	for _, a := range c.Addrs {
 		k := service.OwnerKey(a)
-		if s.owners[k] == nil {
-			s.owners[k] = make(map[types.NamespacedName]struct{})
+		if s.addrOwners[k] == nil {
+			s.addrOwners[k] = make(map[service.Owner]struct{})
 		}
-		s.owners[k][name] = struct{}{}
+		s.addrOwners[k][owner] = struct{}{}
 		s.frontends.Set(k, maps.Service{Flags: maps.ServiceAddrOwned})
 	}
 }
 
-// adopt makes the state of a port seen for the first time: with the id and
-// the set that an earlier run left under one of its frontends, if no other
-// port has them.
-func (s *services) adopt(p service.Port) *portState {
-	st := &portState{}
-	for _, f := range p.Frontends {
-		v, ok := s.frontends.Actual(f)
-		if !ok {
-			continue
-		}
-		if _, taken := s.ids[v.Id]; st.id == 0 && v.Id != 0 && !taken {
-			st.id = v.Id
-		}
-		if _, taken := s.sets[v.Set]; v.Set == 0 || taken || st.set != 0 || int(v.Count) > 1<<20 {
-			continue
-		}
-		list := make([]maps.Backend, 0, v.Count)
-		for i := range v.Count {
-			b, ok := s.backends.Actual(maps.BackendKey{Set: v.Set, Slot: i})
-			if !ok {
-				break
-			}
-			list = append(list, b)
-		}
-		if len(list) == int(v.Count) {
-			st.set, st.backends, st.frontends = v.Set, list, p.Frontends
-			s.sets[st.set] = struct{}{}
-			for i, b := range list {
-				s.backends.Set(maps.BackendKey{Set: st.set, Slot: uint32(i)}, b)
+// flush switches the frontends, then removes what they do not need any more,
+// and moves the generations of the addresses involved: of backends that are
+// gone, and of all backends that a frontend led to which now leads elsewhere
+// or nowhere. A packet that found the old entries a moment ago may still make
+// a flow of them: the generations move once more when it is over.
+func (s *services) flush() error {
+	lost := make(map[maps.Addr]struct{})
+	leads := func(k maps.ServiceKey) {
+		v, ok := s.frontends.Actual(k)
+		if old := s.leads[k]; old != v.Id {
+			for b := range s.statesOf[old] {
+				lost[b.Addr] = struct{}{}
 			}
 		}
-	}
-	if st.id == 0 {
-		st.id = s.nextID
-		s.nextID++
-	}
-	s.ids[st.id] = struct{}{}
-	return st
-}
-
-// bury has a set removed when nothing can be reading it any more.
-func (s *services) bury(set uint32, count int, users []maps.ServiceKey) {
-	if set != 0 {
-		s.graves = append(s.graves, grave{set, count, slices.Clone(users), s.now().Add(setLinger)})
-	}
-}
-
-// buryLeftovers is called once, when all services have been applied: what an
-// earlier run left and nobody claimed goes too, after the same delay.
-func (s *services) buryLeftovers() {
-	s.leftoversFrom = s.now().Add(setLinger)
-	s.graves = append(s.graves, grave{at: s.leftoversFrom})
-}
-
-// sweep removes the sets whose time has come and returns when to call again;
-// the zero time stands for not before something changes.
-func (s *services) sweep() (next time.Time, err error) {
-	now := s.now()
-	left := s.graves[:0]
-	due := false
-	for _, g := range s.graves {
-		if now.Before(g.at) || now.Before(s.leftoversFrom) || s.leftoversFrom.IsZero() {
-			left = append(left, g)
-			continue
-		}
-		if s.inUse(g) { // a frontend could not be switched yet
-			g.at = now.Add(setLinger)
-			left = append(left, g)
-			continue
-		}
-		due = true
-		delete(s.sets, g.set)
-		for i := range g.count {
-			s.backends.Delete(maps.BackendKey{Set: g.set, Slot: uint32(i)})
+		if s.leads[k] = v.Id; !ok {
+			delete(s.leads, k)
 		}
 	}
-	s.graves = left
-	if due {
-		err = s.backends.Prune().Err()
+	up, down := s.frontends.Upsert(), s.frontends.Prune()
+	for _, k := range slices.Concat(up.Changed, up.Added, down.Removed) {
+		leads(k)
 	}
-	for _, g := range s.graves {
-		at := g.at
-		if at.Before(s.leftoversFrom) {
-			at = s.leftoversFrom
-		}
-		if next.IsZero() || at.Before(next) {
-			next = at
-		}
-	}
-	return next, err
-}
-
-func (s *services) inUse(g grave) bool {
-	for _, f := range g.users {
-		if v, ok := s.frontends.Actual(f); ok && v.Set == g.set && g.set != 0 {
-			return true
+	added := s.upsertStates()
+	gone := s.states.Prune()
+	for _, k := range gone.Removed {
+		lost[k.Addr] = struct{}{}
+		if delete(s.statesOf[k.Service], k); len(s.statesOf[k.Service]) == 0 {
+			delete(s.statesOf, k.Service)
 		}
 	}
-	return false
+	more, less := s.ranges.Upsert(), s.ranges.Prune()
+	if len(lost) > 0 {
+		g := grave{at: s.now().Add(setLinger)}
+		for a := range lost {
+			s.changed(a)
+			g.lost = append(g.lost, a)
+		}
+		s.graves = append(s.graves, g)
+	}
+	return errors.Join(up.Err(), down.Err(), added.Err(), gone.Err(), more.Err(), less.Err())
 }
 
 // retry writes what failed before and is due again.
-func (s *services) retry() error {
-	up, down := s.frontends.Upsert(), s.frontends.Prune()
-	return errors.Join(up.Err(), down.Err())
-}
+func (s *services) retry() error { return s.flush() }
 
-func (s *services) ownerOf(f maps.ServiceKey) types.NamespacedName {
-	if k, ok := s.claims[f]; ok {
-		return types.NamespacedName{Namespace: k.Namespace, Name: k.Name}
+// nextRetry is when a failed entry is due again; zero: none failed.
+func (s *services) nextRetry() (next time.Time) {
+	for _, t := range []func() (time.Time, bool){s.frontends.NextRetry, s.states.NextRetry, s.ranges.NextRetry} {
+		if at, ok := t(); ok {
+			next = sooner(next, at)
+		}
 	}
-	for name := range s.owners[f] {
-		return name
-	}
-	return types.NamespacedName{}
+	return next
 }

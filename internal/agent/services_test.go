@@ -6,11 +6,9 @@ import (
 	"slices"
 	"testing"
 
-	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
-
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/internal/service"
+	corev1 "k8s.io/api/core/v1"
 )
 
 type serviceBench struct {
@@ -43,27 +41,30 @@ func newServiceBench(t *testing.T, st *memStores, c *clock) *serviceBench {
 	return b
 }
 
-func compiled(name, vip string, backends ...string) map[types.NamespacedName]service.Compiled {
+func compiled(name, vip string, backends ...string) map[service.Owner]service.Compiled {
 	p := service.Port{
-		Namespace: "default", Name: name, PortName: "http", Protocol: corev1.ProtocolTCP, Family: corev1.IPv4Protocol,
-		Frontends: []maps.ServiceKey{{Addr: ip(vip), Port: 80, Proto: maps.ProtoTCP}},
+		Owner: service.Service("default", name), PortName: "http", Protocol: corev1.ProtocolTCP, Family: corev1.IPv4Protocol,
+		Frontends: []service.Frontend{{Key: maps.ServiceKey{Addr: ip(vip), Port: 80, Proto: maps.ProtoTCP}}},
 	}
 	for _, b := range backends {
-		p.Backends = append(p.Backends, maps.Backend{Addr: ip(b), Port: 8080})
+		p.Internal = append(p.Internal, maps.Backend{Addr: ip(b), Port: 8080})
+		p.States = append(p.States, service.BackendState{
+			Backend: maps.Backend{Addr: ip(b), Port: 8080}, Flags: maps.BackendIn | maps.BackendExt | maps.BackendServing,
+		})
 	}
-	return map[types.NamespacedName]service.Compiled{
-		{Namespace: "default", Name: name}: {
-			Namespace: "default", Name: name,
+	return map[service.Owner]service.Compiled{
+		p.Owner: {
+			Owner: p.Owner,
 			Addrs: []netip.Addr{netip.MustParseAddr(vip)}, Ports: []service.Port{p},
 		},
 	}
 }
 
-func gone(name string) map[types.NamespacedName]service.Compiled {
-	return map[types.NamespacedName]service.Compiled{{Namespace: "default", Name: name}: {}}
+func gone(name string) map[service.Owner]service.Compiled {
+	return map[service.Owner]service.Compiled{service.Service("default", name): {}}
 }
 
-func (b *serviceBench) apply(t *testing.T, c map[types.NamespacedName]service.Compiled) []types.NamespacedName {
+func (b *serviceBench) apply(t *testing.T, c map[service.Owner]service.Compiled) []service.Owner {
 	t.Helper()
 	b.lost = nil
 	again, errs := b.s.apply(c)
@@ -134,7 +135,7 @@ func TestServiceLife(t *testing.T) {
 	b.apply(t, gone("web"))
 	b.advance(setLinger)
 	b.sweep(t)
-	if len(b.services.m)+len(b.backends.m)+len(b.s.ports)+len(b.s.claims)+len(b.s.owners)+len(b.s.ids)+len(b.s.sets) != 0 {
+	if len(b.services.m)+len(b.backends.m)+len(b.s.ports)+len(b.s.claims)+len(b.s.addrOwners)+len(b.s.ids)+len(b.s.sets) != 0 {
 		t.Errorf("left over: %v %v %+v", b.services.m, b.backends.m, b.s)
 	}
 }
@@ -144,7 +145,8 @@ func TestServiceTargetPortChange(t *testing.T) {
 	b.apply(t, compiled("web", "10.98.0.1", "10.244.80.66"))
 	c := compiled("web", "10.98.0.1", "10.244.80.66")
 	for _, x := range c {
-		x.Ports[0].Backends[0].Port = 9090
+		x.Ports[0].Internal[0].Port = 9090
+		x.Ports[0].States[0].Backend.Port = 9090
 	}
 	b.apply(t, c)
 	if !slices.Equal(b.lost, []maps.Addr{ip("10.244.80.66")}) {
@@ -243,7 +245,7 @@ func TestServiceNoRoom(t *testing.T) {
 	b.apply(t, compiled("web", "10.98.0.1", "10.244.80.66", "10.244.80.67"))
 	before, _ := b.frontend("10.98.0.1")
 	_, errs := b.s.apply(compiled("web", "10.98.0.1", "10.244.80.68", "10.244.80.69"))
-	if err := errs[types.NamespacedName{Namespace: "default", Name: "web"}]; !errors.Is(err, maps.ErrFull) {
+	if err := errs[service.Service("default", "web")]; !errors.Is(err, maps.ErrFull) {
 		t.Errorf("error %v", err)
 	}
 	if v, _ := b.frontend("10.98.0.1"); v != before {
@@ -273,7 +275,7 @@ func TestServiceConflict(t *testing.T) {
 		t.Fatalf("errors %v", errs)
 	}
 	again := b.apply(t, gone("a"))
-	if !slices.Equal(again, []types.NamespacedName{{Namespace: "default", Name: "b"}}) {
+	if !slices.Equal(again, []service.Owner{service.Service("default", "b")}) {
 		t.Fatalf("to be applied again: %v", again)
 	}
 	b.apply(t, compiled("b", "10.98.0.1", "10.244.80.67"))

@@ -16,6 +16,7 @@ import (
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/internal/node"
 	"github.com/podweir/podweir/internal/policy"
+	"github.com/podweir/podweir/internal/service"
 )
 
 // membersShown is how many addresses of an identity the socket lists.
@@ -69,18 +70,12 @@ func (a *Agent) Status(ctx context.Context) (api.Status, error) {
 func (a *Agent) Services(ctx context.Context) (api.Services, error) {
 	out := api.Services{Services: []api.Service{}}
 	err := a.do(ctx, func() {
-		for key, st := range a.services.ports {
-			s := api.Service{
-				Namespace: key.Namespace, Name: key.Name, Port: key.PortName, Protocol: string(key.Protocol),
-				ID: st.id, Frontends: []netip.AddrPort{}, Backends: []netip.AddrPort{},
+		for owner, c := range a.services.byOwner {
+			for i := range c.Ports {
+				if st := a.services.ports[c.Ports[i].Key()]; st != nil {
+					out.Services = append(out.Services, servicePort(owner, &c.Ports[i], st))
+				}
 			}
-			for _, f := range st.frontends {
-				s.Frontends = append(s.Frontends, netip.AddrPortFrom(maps.FromAddr(f.Addr), f.Port))
-			}
-			for _, b := range st.backends {
-				s.Backends = append(s.Backends, netip.AddrPortFrom(maps.FromAddr(b.Addr), b.Port))
-			}
-			out.Services = append(out.Services, s)
 		}
 	})
 	sort.Slice(out.Services, func(i, j int) bool {
@@ -93,6 +88,31 @@ func (a *Agent) Services(ctx context.Context) (api.Services, error) {
 		return a.ID < b.ID
 	})
 	return out, err
+}
+
+// servicePort describes a port as it is compiled, and the numbers it has.
+func servicePort(owner service.Owner, p *service.Port, st *portState) api.Service {
+	list := func(backends []maps.Backend) []netip.AddrPort {
+		out := []netip.AddrPort{}
+		for _, b := range backends {
+			out = append(out, netip.AddrPortFrom(maps.FromAddr(b.Addr), b.Port))
+		}
+		return out
+	}
+	s := api.Service{
+		Kind: owner.Kind, Namespace: owner.Namespace, Name: owner.Name, Port: p.PortName, Protocol: string(p.Protocol),
+		ID: st.id, Frontends: []netip.AddrPort{}, Backends: list(p.Internal), External: list(p.External),
+	}
+	for _, f := range p.Frontends {
+		if slices.Contains(st.frontends, f.Key) {
+			s.Frontends = append(s.Frontends, netip.AddrPortFrom(maps.FromAddr(f.Key.Addr), f.Key.Port))
+			s.Types = append(s.Types, f.Kind.String())
+		}
+	}
+	for _, r := range p.SourceRanges {
+		s.SourceRanges = append(s.SourceRanges, r.String())
+	}
+	return s
 }
 
 // EndpointList is the answer to [api.PathEndpoints].

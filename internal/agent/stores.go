@@ -10,6 +10,10 @@ type stores struct {
 	gens      genStore
 	services  reconcile.Store[maps.ServiceKey, maps.Service]
 	backends  reconcile.Store[maps.BackendKey, maps.Backend]
+	maglev    reconcile.Store[maps.MaglevKey, maps.Maglev]
+	states    reconcile.Store[maps.BackendStateKey, uint32]
+	ranges    reconcile.Store[maps.SrcRangeKey, uint32]
+	devAddrs  reconcile.Store[uint32, maps.DevAddrs]
 	nodes     reconcile.Store[uint32, maps.Node]
 	nodeIDs   reconcile.Store[maps.Addr, uint32]
 	addrs     reconcile.Store[maps.Addr, maps.Peer]
@@ -23,6 +27,7 @@ type stores struct {
 func storesOf(set maps.Set) stores {
 	return stores{
 		gens: set.Gens, services: set.Services, backends: set.Backends,
+		maglev: set.Maglev, states: set.BackendStates, ranges: set.SrcRanges, devAddrs: set.DevAddrs,
 		nodes: reconcile.Array(set.Nodes), nodeIDs: set.NodeIDs,
 		addrs: set.Addrs, prefixes: set.Prefixes, endpoints: set.Endpoints,
 		policy: set.Policy, classes: reconcile.Array(set.PortClass),

@@ -101,15 +101,27 @@ type Services struct {
 
 // Service is one port of a service in one family.
 type Service struct {
+	// Kind of the object that has the port: Service, or Pod for a host port.
+	Kind      string `json:"kind"`
 	Namespace string `json:"namespace"`
 	Name      string `json:"name"`
 	// Port is the name of the service port; empty when it has none.
 	Port string `json:"port,omitempty"`
 	// Protocol is TCP, UDP or SCTP.
-	Protocol  string           `json:"protocol"`
-	ID        uint32           `json:"id"`
+	Protocol string `json:"protocol"`
+	ID       uint32 `json:"id"`
+	// Frontends that the port has; a NodePort's address is the unspecified
+	// one of its family.
 	Frontends []netip.AddrPort `json:"frontends"`
-	Backends  []netip.AddrPort `json:"backends"`
+	// Types of the frontends, in their order: ClusterIP, NodePort,
+	// LoadBalancer, ExternalIP or HostPort.
+	Types []string `json:"types"`
+	// Backends are those of the cluster IPs.
+	Backends []netip.AddrPort `json:"backends"`
+	// External are those for clients outside, of external frontends.
+	External []netip.AddrPort `json:"external,omitempty"`
+	// SourceRanges that load-balancer IPs answer to.
+	SourceRanges []string `json:"sourceRanges,omitempty"`
 }
 
 // Endpoints lists the pods that the CNI plugged in on this node.

@@ -30,6 +30,10 @@ type Config struct {
 	OverlayIfindex int    // of podweir.vxlan; 0 = nothing can be tunnelled yet
 	VNI            uint32 // default 4096
 	Mark           uint32 // skb mark bit of decided packets, default 0x1000
+	NodePortMin    uint16 // range of NodePorts, default 30000-32767
+	NodePortMax    uint16
+	NoMasquerade   bool   // pods' packets leave under the pods' own addresses
+	SNAT           bool   // what enters by a service goes on under this node's address
 	FlowsMax       uint32 // entries of pw_flows, two a flow
 	FlowsNewMax    uint32 // entries of pw_flows_new
 	ForceClsact    bool   // do not use tcx even where the kernel has it
@@ -95,17 +99,29 @@ func Spec(cfg Config) (*ebpf.CollectionSpec, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read embedded datapath: %w", err)
 	}
-	set := func(name string, v uint32) {
-		if v == 0 || err != nil {
+	set := func(name string, wanted bool, v any) {
+		if !wanted || err != nil {
 			return
 		}
 		if e := spec.Variables[name].Set(v); e != nil {
-			err = fmt.Errorf("set constant %s to %d: %w", name, v, e)
+			err = fmt.Errorf("set constant %s to %v: %w", name, v, e)
 		}
 	}
-	set("cfg_overlay_ifindex", uint32(cfg.OverlayIfindex))
-	set("cfg_vni", cfg.VNI)
-	set("cfg_mark", cfg.Mark)
+	set("cfg_overlay_ifindex", cfg.OverlayIfindex != 0, uint32(cfg.OverlayIfindex))
+	set("cfg_vni", cfg.VNI != 0, cfg.VNI)
+	set("cfg_mark", cfg.Mark != 0, cfg.Mark)
+	set("cfg_masquerade", cfg.NoMasquerade, uint8(0))
+	set("cfg_snat", cfg.SNAT, uint8(1))
+	if cfg.NodePortMin != 0 {
+		low, high, e := SourcePorts(cfg.NodePortMin, cfg.NodePortMax)
+		if e != nil {
+			return nil, e
+		}
+		set("cfg_nodeport_min", true, cfg.NodePortMin)
+		set("cfg_nodeport_max", true, cfg.NodePortMax)
+		set("cfg_port_min", true, low)
+		set("cfg_port_max", true, high)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -116,6 +132,21 @@ func Spec(cfg Config) (*ebpf.CollectionSpec, error) {
 		spec.Maps[bpf.DpMapPwFlowsNew].MaxEntries = cfg.FlowsNewMax
 	}
 	return spec, nil
+}
+
+// SourcePorts returns the range of source ports that flows are translated to:
+// the larger part of 1024-29999 that no NodePort is in.
+func SourcePorts(nodePortMin, nodePortMax uint16) (low, high uint16, err error) {
+	const first, last, enough = 1024, 29999, 1024
+	below, above := min(int(nodePortMin)-1, last), max(int(nodePortMax)+1, first)
+	from, to := first, below
+	if last-above > below-first {
+		from, to = above, last
+	}
+	if to-from+1 < enough {
+		return 0, 0, fmt.Errorf("the range of NodePorts %d-%d leaves too few of the ports %d-%d to translate sources to: %d are needed", nodePortMin, nodePortMax, first, last, enough)
+	}
+	return uint16(from), uint16(to), nil
 }
 
 // Maps returns the datapath's maps.

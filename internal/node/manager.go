@@ -15,6 +15,15 @@ import (
 // OverlayName is the name of the tunnel device.
 const OverlayName = "podweir.vxlan"
 
+// OverlayAddr is an address of the tunnel device, without meaning: the
+// kernel's reverse-path filter, in its loose mode too, refuses what arrives by
+// a device without an address unless the way back leads out of that very
+// device. Clients from outside and services' answers to the host do.
+const OverlayAddr = "169.254.1.1/32"
+
+// Loopback is the name of the loopback device.
+const Loopback = "lo"
+
 // OverlayPort is the UDP port of VXLAN (RFC 7348).
 const OverlayPort = 4789
 
@@ -68,6 +77,10 @@ type Device struct {
 	// Addrs without the link-local ones of IPv6 and those of the host alone
 	// (127.0.0.0/8, ::1).
 	Addrs []netip.Addr
+	// Source4 and Source6 are the addresses that the kernel would send under
+	// by this device: the first that is global, no secondary one and not
+	// deprecated.
+	Source4, Source6 netip.Addr
 	// Default: a default route leaves by it.
 	Default bool
 }
@@ -96,7 +109,7 @@ func (m *Manager) Devices() ([]Device, error) {
 	for _, a := range addrs {
 		ip, ok := netip.AddrFromSlice(a.IP)
 		d := byIndex[a.LinkIndex]
-		if !ok || d == nil {
+		if !ok || d == nil || d.Name == OverlayName {
 			continue
 		}
 		ip = ip.Unmap()
@@ -107,6 +120,9 @@ func (m *Manager) Devices() ([]Device, error) {
 			continue // another host has it
 		}
 		d.Addrs = append(d.Addrs, ip)
+		if source := d.source(ip); !source.IsValid() && isSource(a) {
+			*source = ip
+		}
 	}
 	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
 		routes, err := m.nl.RouteListFiltered(family, &netlink.Route{Table: unix.RT_TABLE_MAIN}, netlink.RT_FILTER_TABLE)
@@ -133,6 +149,20 @@ func (m *Manager) Devices() ([]Device, error) {
 	}
 	sort.Slice(sorted, func(i, j int) bool { return sorted[i].Index < sorted[j].Index })
 	return sorted, nil
+}
+
+// source is where the source of ip's family is kept.
+func (d *Device) source(ip netip.Addr) *netip.Addr {
+	if ip.Is4() {
+		return &d.Source4
+	}
+	return &d.Source6
+}
+
+// isSource tells addresses that the kernel sends under from those it only
+// answers on. Temporary IPv6 addresses bear the flag of secondary ones.
+func isSource(a netlink.Addr) bool {
+	return a.Scope == unix.RT_SCOPE_UNIVERSE && a.Flags&(unix.IFA_F_SECONDARY|unix.IFA_F_DEPRECATED|unix.IFA_F_TENTATIVE) == 0
 }
 
 func isDefault(r netlink.Route) bool {
@@ -167,7 +197,7 @@ func Outside(devices []Device, nodeAddrs []netip.Addr) []Device {
 	}
 	var out []Device
 	for _, d := range devices {
-		if d.Name == "lo" || d.Name == OverlayName || IsHostVeth(d.Name) {
+		if d.Name == Loopback || d.Name == OverlayName || IsHostVeth(d.Name) {
 			continue
 		}
 		take := d.Default

@@ -147,6 +147,10 @@ func (t *Table[K, V]) Actual(k K) (V, bool) {
 	return v, ok
 }
 
+// Err says why a key is not as desired; nil when it is, or when nobody tried
+// yet.
+func (t *Table[K, V]) Err(k K) error { return t.failed[k].err }
+
 // All is the shadow: read it, never change it.
 func (t *Table[K, V]) All() map[K]V { return t.actual }
 

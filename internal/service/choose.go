@@ -15,6 +15,9 @@ type Endpoint struct {
 	// Draining endpoints are serving and terminating: used when no endpoint
 	// is ready.
 	Draining bool
+	// Serving endpoints answer, whether or not anything new is sent to them:
+	// all that are ready or draining do.
+	Serving bool
 	// Node is the name of the node it runs on; empty when unknown.
 	Node string
 	// NodeHints and ZoneHints name the nodes and zones it is meant for.
@@ -96,20 +99,25 @@ func filter(endpoints []Endpoint, keep func(*Endpoint) bool) []Endpoint {
 // conditions resolves what a slice leaves unsaid: ready is true, serving is
 // what ready is, terminating is false. A service that publishes addresses
 // before they are ready has ready endpoints only.
-func conditions(c discoveryv1.EndpointConditions, publishNotReady bool) (ready, draining bool) {
+func conditions(c discoveryv1.EndpointConditions, publishNotReady bool) (ready, draining, serving bool) {
 	ready = c.Ready == nil || *c.Ready
-	serving := ready
+	serving = ready
 	if c.Serving != nil {
 		serving = *c.Serving
 	}
 	terminating := c.Terminating != nil && *c.Terminating
-	return ready || publishNotReady, serving && terminating
+	ready = ready || publishNotReady
+	return ready, serving && terminating, serving || ready
 }
 
-// scopeOf returns the scope of the cluster IPs of svc.
-func scopeOf(svc *corev1.Service) Scope {
+// scopesOf returns the scopes of the cluster IPs of svc and of its external
+// frontends as clients outside see them.
+func scopesOf(svc *corev1.Service) (internal, external Scope) {
 	if p := svc.Spec.InternalTrafficPolicy; p != nil && *p == corev1.ServiceInternalTrafficPolicyLocal {
-		return Local
+		internal = Local
 	}
-	return Cluster
+	if svc.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal {
+		external = Local
+	}
+	return internal, external
 }

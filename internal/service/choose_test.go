@@ -111,9 +111,12 @@ func TestConditions(t *testing.T) {
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
 			c := discoveryv1.EndpointConditions{Ready: tt.ready, Serving: tt.serving, Terminating: tt.terminating}
-			ready, draining := conditions(c, tt.publish)
+			ready, draining, serving := conditions(c, tt.publish)
 			if ready != tt.wantReady || draining != tt.wantDraining {
 				t.Errorf("got ready %v draining %v, want %v %v", ready, draining, tt.wantReady, tt.wantDraining)
+			}
+			if want := ready || draining || tt.serving != nil && *tt.serving; serving != want {
+				t.Errorf("serving %v, want %v", serving, want)
 			}
 		})
 	}

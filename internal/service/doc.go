@@ -7,9 +7,14 @@
 //
 // What is compiled:
 //
-//   - the cluster IPs of both families, for every protocol and port of the
-//     service, TCP, UDP and SCTP kept apart. Services of type NodePort and
-//     LoadBalancer are compiled by their cluster IPs;
+//   - frontends of both families, for every protocol and port of the service,
+//     TCP, UDP and SCTP kept apart: cluster IPs; NodePorts of services of type
+//     NodePort and LoadBalancer; the load balancer's IPs (not those of ipMode
+//     Proxy) of type LoadBalancer; external IPs of families the service has;
+//   - up to three sets of backends by who asks, see [Port], session affinity,
+//     source ranges, the size of the Maglev table ([Maglev]), and what each
+//     endpoint that serves is to the port;
+//   - what the health check of a load balancer is told;
 //   - backends from any number of slices, matched by port name and protocol,
 //     slices written by hand included. A backend is an address and a port:
 //     one that stands in several slices is one backend;

@@ -60,7 +60,7 @@ func BenchmarkCompile5000Endpoints(b *testing.B) {
 		all = append(all, s)
 	}
 	for b.Loop() {
-		if c, err := Compile(svc(), all, Node{}); err != nil || len(c.Ports[0].Backends) != 5000 {
+		if c, err := Compile(svc(), all, Node{}); err != nil || len(c.Ports[0].Internal) != 5000 {
 			b.Fatal(err)
 		}
 	}

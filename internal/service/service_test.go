@@ -55,15 +55,19 @@ func manifest(t *testing.T, docs ...string) []*discoveryv1.EndpointSlice {
 	return out
 }
 
-// describe writes a Compiled as one line a port: "port proto vip:port -> backends".
+// describe writes the cluster IPs of a Compiled as one line a port:
+// "port proto vip:port -> backends".
 func describe(c Compiled) []string {
 	var out []string
 	for _, p := range c.Ports {
 		var front, back []string
 		for _, f := range p.Frontends {
-			front = append(front, netip.AddrPortFrom(maps.FromAddr(f.Addr), f.Port).String())
+			if f.Kind.External() {
+				continue
+			}
+			front = append(front, netip.AddrPortFrom(maps.FromAddr(f.Key.Addr), f.Key.Port).String())
 		}
-		for _, b := range p.Backends {
+		for _, b := range p.Internal {
 			back = append(back, netip.AddrPortFrom(maps.FromAddr(b.Addr), b.Port).String())
 		}
 		out = append(out, strings.TrimSpace(fmt.Sprintf("%s %s %s -> %s",

@@ -80,7 +80,7 @@ func collect(all []*discoveryv1.EndpointSlice, publishNotReady bool) (map[portRe
 // stand in both, and it is usable if either says so.
 func (s candidateSet) add(at netip.AddrPort, ep *discoveryv1.Endpoint, publishNotReady bool) {
 	e := Endpoint{Backend: maps.Backend{Addr: maps.ToAddr(at.Addr()), Port: at.Port()}}
-	e.Ready, e.Draining = conditions(ep.Conditions, publishNotReady)
+	e.Ready, e.Draining, e.Serving = conditions(ep.Conditions, publishNotReady)
 	if ep.NodeName != nil {
 		e.Node = *ep.NodeName
 	}
@@ -100,6 +100,7 @@ func (s candidateSet) add(at netip.AddrPort, ep *discoveryv1.Endpoint, publishNo
 		}
 		e.Ready = e.Ready || old.Ready
 		e.Draining = e.Draining || old.Draining
+		e.Serving = e.Serving || old.Serving
 	}
 	s[at] = e
 }
@@ -113,7 +114,7 @@ type slicePort struct {
 // slicePorts returns the usable ports of s: no name is the empty name, no
 // protocol is TCP. A port without a number means "any port" to whoever
 // writes it, which no translation can target: it is left out.
-func slicePorts(s *discoveryv1.EndpointSlice, fail func(field, format string, args ...any)) []slicePort {
+func slicePorts(s *discoveryv1.EndpointSlice, fail failer) []slicePort {
 	var out []slicePort
 	for i, p := range s.Ports {
 		field := fmt.Sprintf("ports[%d]", i)
@@ -141,7 +142,7 @@ func slicePorts(s *discoveryv1.EndpointSlice, fail func(field, format string, ar
 
 // endpointAddr returns the address of ep: the first. Further ones have no
 // meaning that the API defines.
-func endpointAddr(ep *discoveryv1.Endpoint, family corev1.IPFamily, field string, fail func(field, format string, args ...any)) (netip.Addr, bool) {
+func endpointAddr(ep *discoveryv1.Endpoint, family corev1.IPFamily, field string, fail failer) (netip.Addr, bool) {
 	if len(ep.Addresses) == 0 {
 		fail(field, "is empty")
 		return netip.Addr{}, false

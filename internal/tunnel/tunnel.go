@@ -35,6 +35,8 @@ type Input struct {
 	// HostAddrs are the addresses of this node's devices. Loopback and IPv6
 	// link-local ones are ignored.
 	HostAddrs []netip.Addr
+	// NodePorts says on which of the nodes' addresses NodePorts answer.
+	NodePorts NodePortAddrs
 	// ServiceCIDRs are the service ranges.
 	ServiceCIDRs []netip.Prefix
 	// Local are the pods that the CNI plugged in here, by address.
@@ -113,7 +115,7 @@ func (c *compiler) hostAddrs() {
 		if !a.IsValid() || a.IsLoopback() || a.IsUnspecified() || a.Is6() && a.IsLinkLocalUnicast() {
 			continue
 		}
-		c.out.Addrs[a] = Peer{Flags: maps.PeerHost}
+		c.out.Addrs[a] = Peer{Flags: maps.PeerHost | c.nodePortFlag(a, c.nodes[c.in.Self])}
 	}
 }
 
@@ -145,7 +147,7 @@ func (c *compiler) nodeAddrs() {
 				c.fail("Node %s: its InternalIP %s is %s, which keeps it", n.Name, a, c.describe(old))
 				continue
 			}
-			c.out.Addrs[a] = Peer{Node: n.Name, Flags: maps.PeerNode}
+			c.out.Addrs[a] = Peer{Node: n.Name, Flags: maps.PeerNode | c.nodePortFlag(a, n)}
 		}
 	}
 }

@@ -385,7 +385,7 @@ func TestNodeAddressChange(t *testing.T) {
 	if _, ok := after.Addrs[addr("172.31.0.3")]; ok {
 		t.Error("the old address is still a node's")
 	}
-	if p := after.Addrs[addr("172.31.0.33")]; p.Node != "b" || p.Flags != maps.PeerNode {
+	if p := after.Addrs[addr("172.31.0.33")]; p.Node != "b" || p.Flags != maps.PeerNode|maps.PeerNodePort {
 		t.Errorf("the new address is %+v", p)
 	}
 	if a := addr("10.244.158.65"); before.Addrs[a] != after.Addrs[a] {

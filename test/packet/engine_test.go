@@ -307,7 +307,7 @@ func (e *engine) run(s shot) *result {
 	}
 	r := &result{t: e.w.t, shot: s, action: action, out: opts.DataOut, counts: make(map[reason]uint64)}
 	was, is := rows(e.before), rows(e.after)
-	for why := range reason(64) {
+	for why := range reason(128) {
 		for v6 := range 2 {
 			row := pwmaps.MetricsIndex(why, s.hook, v6 == 1)
 			if n := is[row].Packets - was[row].Packets; n != 0 {
