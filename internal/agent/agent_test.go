@@ -380,3 +380,66 @@ func TestRestart(t *testing.T) {
 	}
 	b.await("its backends are gone, a second later", func() bool { return b.a.services.backends.Len() == 1 })
 }
+
+// A load balancer in the kernel's maps, through the loop: its frontends and
+// sets, the nodes' addresses, and what this node sends under.
+func TestLoadBalancer(t *testing.T) {
+	b := newAgentBench(t)
+	b.cluster()
+	slice := testSlice("web-1", "web", "10.244.158.65", "10.244.158.66")
+	for i := range slice.Endpoints {
+		slice.Endpoints[i].NodeName = new("node-b")
+	}
+	b.put(slice, testService("web", "10.98.0.1", func(s *corev1.Service) {
+		s.Spec.Type = corev1.ServiceTypeLoadBalancer
+		s.Spec.Ports[0].NodePort = 30080
+		s.Spec.LoadBalancerSourceRanges = []string{"203.0.113.0/24"}
+		s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "192.0.2.1"}}
+	}))
+	b.done()
+	b.await("ready", func() bool { return len(b.a.NotReady()) == 0 })
+	get := func(addr string, port uint16) maps.Service {
+		t.Helper()
+		v, ok, err := b.dp.set.Services.Get(maps.ServiceKey{Addr: ip(addr), Port: port, Proto: maps.ProtoTCP})
+		if err != nil || !ok {
+			t.Errorf("%s port %d: %v %v", addr, port, ok, err)
+		}
+		return v
+	}
+	np, lb := get("0.0.0.0", 30080), get("192.0.2.1", 80)
+	if np.Count != 2 || np.ExtSet != np.Set || np.Maglev != 1021 || np.Flags != maps.ServiceExternal || lb.Flags != maps.ServiceExternal|maps.ServiceSourceRanges {
+		t.Errorf("NodePort %+v, load balancer %+v", np, lb)
+	}
+	for what, n := range map[string]struct {
+		size func() (int, error)
+		want int
+	}{
+		"pw_maglev": {size(b.dp.set.Maglev), 16}, "pw_backend_st": {size(b.dp.set.BackendStates), 2},
+		"pw_src_ranges": {size(b.dp.set.SrcRanges), 1}, "pw_services": {size(b.dp.set.Services), 4},
+	} {
+		if got := b.count(what, n.size); got != n.want {
+			t.Errorf("%s has %d entries, want %d", what, got, n.want)
+		}
+	}
+	for _, addr := range []string{"172.31.0.2", "172.31.0.3"} {
+		if p, _, err := b.dp.set.Addrs.Get(ip(addr)); err != nil || p.Flags&maps.PeerNodePort == 0 {
+			t.Errorf("%s: %+v, %v: NodePorts do not answer", addr, p, err)
+		}
+	}
+	for _, index := range []uint32{0, 2} {
+		if d, _, err := b.dp.set.DevAddrs.Get(index); err != nil || d.V4 != ip("172.31.0.2") || d.V6 != (maps.Addr{}) {
+			t.Errorf("device %d sends under %+v, %v", index, d, err)
+		}
+	}
+	// Another device: it has an entry before its programs run.
+	b.stack.add(node.Device{Index: 3, Name: "eth1", MTU: 1500, Up: true, Default: true, Source4: netip.MustParseAddr("192.0.2.30")})
+	b.await("eth1 is attached", func() bool { return len(b.dp.devices()) == 3 })
+	if d, _, err := b.dp.set.DevAddrs.Get(3); err != nil || d.V4 != ip("192.0.2.30") {
+		t.Errorf("eth1 sends under %+v, %v", d, err)
+	}
+	b.put(testSlice("web-1", "web"))
+	b.await("no endpoints", func() bool { return b.a.services.states.Len() == 0 })
+	if lb = get("192.0.2.1", 80); lb.Count != 0 || lb.ExtCount != 0 || lb.Maglev != 0 || lb.Flags&maps.ServiceNoLocalExt != 0 {
+		t.Errorf("without endpoints %+v", lb)
+	}
+}

@@ -90,7 +90,9 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		c.set.Flows.Name(): c.set.Flows.MaxEntries(), c.set.FlowsNew.Name(): c.set.FlowsNew.MaxEntries(),
 		c.set.Gens.Name(): c.set.Gens.MaxEntries(), c.set.Services.Name(): c.set.Services.MaxEntries(),
 		c.set.Backends.Name(): c.set.Backends.MaxEntries(), c.set.Endpoints.Name(): c.set.Endpoints.MaxEntries(),
-		c.set.Addrs.Name(): c.set.Addrs.MaxEntries(), c.set.Prefixes.Name(): c.set.Prefixes.MaxEntries(),
+		c.set.Maglev.Name(): c.set.Maglev.MaxEntries(), c.set.BackendStates.Name(): c.set.BackendStates.MaxEntries(),
+		c.set.SrcRanges.Name(): c.set.SrcRanges.MaxEntries(),
+		c.set.Addrs.Name():     c.set.Addrs.MaxEntries(), c.set.Prefixes.Name(): c.set.Prefixes.MaxEntries(),
 		c.set.Nodes.Name(): c.set.Nodes.MaxEntries(), c.set.NodeIDs.Name(): c.set.NodeIDs.MaxEntries(),
 		c.set.Policy.Name(): c.set.Policy.MaxEntries(),
 	} {

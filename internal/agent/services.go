@@ -138,7 +138,7 @@ func (s *services) apply(dirty map[service.Owner]service.Compiled) (again []serv
 	s.ranges.Upsert()
 	each(func(o service.Owner, p *service.Port) {
 		if err := s.commit(p); err != nil {
-			fail(o, fmt.Errorf("service port %s %w: %w", p.Key(), errFormerBackends, err))
+			fail(o, fmt.Errorf("service port %s: %w", p.Key(), err))
 		}
 		for _, err := range s.restrict(p) {
 			fail(o, fmt.Errorf("source range of %s: %w", p.Key(), err))

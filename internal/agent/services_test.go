@@ -29,11 +29,19 @@ func newServiceBench(t *testing.T, st *memStores, c *clock) *serviceBench {
 	// At every write of any map: what a packet could find is whole.
 	st.check = func() {
 		t.Helper()
+		last := st.lines[len(st.lines)-1]
 		for k, v := range st.services.m {
-			for i := range v.Count {
-				if _, ok := st.backends.m[maps.BackendKey{Set: v.Set, Slot: i}]; !ok {
-					t.Errorf("after %q: %s points at set %d of %d, slot %d missing",
-						st.lines[len(st.lines)-1], maps.KeyString(k), v.Set, v.Count, i)
+			for _, set := range []struct{ num, count uint32 }{{v.Set, v.Count}, {v.ExtSet, v.ExtCount}} {
+				for i := range set.count {
+					if _, ok := st.backends.m[maps.BackendKey{Set: set.num, Slot: i}]; !ok {
+						t.Errorf("after %q: %s points at set %d of %d, slot %d missing", last, maps.KeyString(k), set.num, set.count, i)
+					}
+				}
+			}
+			for i := range (v.Maglev + chunkLen - 1) / chunkLen {
+				chunk, ok := st.maglev.m[maps.MaglevKey{Set: v.ExtSet, Chunk: i}]
+				if !ok || uint32(slices.Max(chunk.Slot[:])) >= v.ExtCount {
+					t.Errorf("after %q: %s has a table of set %d of %d, chunk %d: %v", last, maps.KeyString(k), v.ExtSet, v.ExtCount, i, chunk)
 				}
 			}
 		}

@@ -1,7 +1,6 @@
 package agent
 
 import (
-	"encoding/binary"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -148,11 +147,13 @@ func (set *backendSet) entries(backend func(maps.BackendKey), chunk func(maps.Ma
 const chunkLen = uint32(len(maps.Maglev{}.Slot))
 
 // commit is called when what prepare asked for was tried: with an entry
-// missing, the port stays with the sets and states it has.
+// missing, the port stays with the sets and states it has, except that it can
+// do without a Maglev table.
 func (s *services) commit(p *service.Port) error {
 	st := s.ports[p.Key()]
 	next := st.next
 	st.next = nil
+	noTable := s.withoutTable(st, next)
 	if err := s.missing(st, p, next); err != nil {
 		for _, set := range next {
 			if !st.has(set.num) {
@@ -166,7 +167,7 @@ func (s *services) commit(p *service.Port) error {
 				s.states.Delete(stateKey(st.id, b.Backend))
 			}
 		}
-		return err
+		return fmt.Errorf("it %w: %w", errFormerBackends, err)
 	}
 	old := st.sets
 	st.sets = next
@@ -192,6 +193,24 @@ func (s *services) commit(p *service.Port) error {
 		}
 	}
 	st.states = states
+	return noTable
+}
+
+// withoutTable takes the Maglev table from a new set if there is no room for
+// all of it: backends are then chosen evenly.
+func (s *services) withoutTable(st *portState, next []backendSet) (err error) {
+	for i := range next {
+		set := &next[i]
+		if set.maglev == 0 || st.has(set.num) {
+			continue
+		}
+		set.entries(func(maps.BackendKey) {}, func(k maps.MaglevKey) { err = firstErr(err, s.maglev, k) })
+		if err != nil {
+			set.entries(func(maps.BackendKey) {}, s.maglev.Delete)
+			set.maglev = 0
+			return fmt.Errorf("no Maglev table, other nodes may choose other backends: %w", err)
+		}
+	}
 	return nil
 }
 
@@ -205,8 +224,7 @@ func (s *services) missing(st *portState, p *service.Port, next []backendSet) (e
 		if st.has(next[i].num) {
 			continue
 		}
-		next[i].entries(func(k maps.BackendKey) { err = firstErr(err, s.backends, k) },
-			func(k maps.MaglevKey) { err = firstErr(err, s.maglev, k) })
+		next[i].entries(func(k maps.BackendKey) { err = firstErr(err, s.backends, k) }, func(maps.MaglevKey) {})
 	}
 	for _, b := range p.States {
 		err = firstErr(err, s.states, stateKey(st.id, b.Backend))
@@ -252,6 +270,9 @@ func (s *services) adopt(p *service.Port) *portState {
 	st := &portState{states: make(map[maps.Backend]uint32)}
 	for _, f := range p.Frontends {
 		v, ok := s.frontends.Actual(f.Key)
+		if !s.leftoversFrom.IsZero() {
+			break // what the frontend has is of this run, and somebody else's
+		}
 		if _, taken := s.ids[v.Id]; ok && st.id == 0 && v.Id != 0 && !taken {
 			st.id = v.Id
 		}
@@ -408,14 +429,7 @@ func stateKey(id uint32, b maps.Backend) maps.BackendStateKey {
 	return maps.BackendStateKey{Addr: b.Addr, Service: id, Port: b.Port}
 }
 
-// rangeKey is the key of a source range: the service's 32 bits stand before
-// the address and are always compared.
 func rangeKey(id uint32, r netip.Prefix) (maps.SrcRangeKey, error) {
 	p, err := maps.ToPrefix(r)
-	if err != nil {
-		return maps.SrcRangeKey{}, fmt.Errorf("source range: %w", err)
-	}
-	var be [4]byte
-	binary.BigEndian.PutUint32(be[:], id)
-	return maps.SrcRangeKey{Len: 32 + p.Len, Service: binary.NativeEndian.Uint32(be[:]), Addr: p.Addr}, nil
+	return maps.ToSrcRange(id, p), err
 }

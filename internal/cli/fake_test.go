@@ -25,12 +25,17 @@ func prefixKey(s string) maps.PrefixKey {
 	return k
 }
 
+func rangeKey(id uint32, s string) maps.SrcRangeKey {
+	return maps.ToSrcRange(id, prefixKey(s))
+}
+
 // fakeMaps stands in for the pinned maps.
 type fakeMaps struct {
 	confirmed, unconfirmed map[maps.FlowKey]maps.Flow
 	gens                   map[uint32]uint32
 	services               map[maps.ServiceKey]maps.Service
 	backends               map[maps.BackendKey]maps.Backend
+	ranges                 map[maps.SrcRangeKey]uint32
 	endpoints              map[maps.Addr]maps.Endpoint
 	addrs                  map[maps.Addr]maps.Peer
 	prefixes               map[maps.PrefixKey]maps.Peer
@@ -49,6 +54,7 @@ func (f *fakeMaps) Flows() (c, u map[maps.FlowKey]maps.Flow, err error) {
 func (f *fakeMaps) Generation(slot uint32) (uint32, error)               { return f.gens[slot], f.err }
 func (f *fakeMaps) Services() (map[maps.ServiceKey]maps.Service, error)  { return f.services, f.err }
 func (f *fakeMaps) Backends() (map[maps.BackendKey]maps.Backend, error)  { return f.backends, f.err }
+func (f *fakeMaps) SrcRanges() (map[maps.SrcRangeKey]uint32, error)      { return f.ranges, f.err }
 func (f *fakeMaps) Endpoints() (map[maps.Addr]maps.Endpoint, error)      { return f.endpoints, f.err }
 func (f *fakeMaps) Addrs() (map[maps.Addr]maps.Peer, error)              { return f.addrs, f.err }
 func (f *fakeMaps) Prefixes() (map[maps.PrefixKey]maps.Peer, error)      { return f.prefixes, f.err }
@@ -119,13 +125,26 @@ func planMaps() *fakeMaps {
 			{Addr: a("10.98.0.12"), Port: 9000, Proto: maps.ProtoSCTP}:    {Id: 15, Set: 42, Count: 2},
 			{Addr: a("10.98.0.13"), Port: 65535, Proto: maps.ProtoTCP}:    {Id: 15, Set: 43, Count: 1},
 			{Addr: a("fd00:10:98::12"), Port: 9000, Proto: maps.ProtoTCP}: {Id: 99, Set: 44, Count: 1},
+			// A load balancer with externalTrafficPolicy Local, and one without
+			// endpoints here.
+			{Addr: a("10.98.0.20")}:                                     {Flags: maps.ServiceAddrOwned},
+			{Addr: a("10.98.0.20"), Port: 80, Proto: maps.ProtoTCP}:     {Id: 20, Set: 40, Count: 2, ExtSet: 40, ExtCount: 2, Affinity: 10800},
+			{Addr: a("0.0.0.0"), Port: 30080, Proto: maps.ProtoTCP}:     {Id: 20, Set: 40, Count: 2, ExtSet: 45, ExtCount: 1, Affinity: 10800, Flags: maps.ServiceExternal | maps.ServiceKeepSource},
+			{Addr: a("192.0.2.80"), Port: 80, Proto: maps.ProtoTCP}:     {Id: 20, Set: 40, Count: 2, ExtSet: 45, ExtCount: 1, Affinity: 10800, Flags: maps.ServiceExternal | maps.ServiceKeepSource | maps.ServiceSourceRanges},
+			{Addr: a("::"), Port: 30081, Proto: maps.ProtoTCP}:          {Id: 21, Set: 44, Count: 1, Flags: maps.ServiceExternal | maps.ServiceNoLocalExt},
+			{Addr: a("2001:db8::9"), Port: 80, Proto: maps.ProtoTCP}:    {Id: 21, Set: 44, Count: 1, ExtSet: 44, ExtCount: 1, Maglev: 1021, Flags: maps.ServiceExternal},
+			{Addr: a("fd00:10:98::20"), Port: 80, Proto: maps.ProtoTCP}: {Id: 21, Flags: maps.ServiceNoLocal | maps.ServiceNoLocalExt},
 		},
 		backends: map[maps.BackendKey]maps.Backend{
 			{Set: 40, Slot: 0}: {Addr: a("10.244.80.66"), Port: 8080},
 			{Set: 40, Slot: 1}: {Addr: a("10.244.158.65"), Port: 8080},
 			{Set: 42, Slot: 0}: {Addr: a("10.244.158.65"), Port: 9000},
 			{Set: 43, Slot: 0}: {Addr: a("10.244.158.66"), Port: 9000},
+			{Set: 45, Slot: 0}: {Addr: a("10.244.80.66"), Port: 8080},
 			{Set: 44, Slot: 0}: {Addr: a("fd00:10:244:9e::65"), Port: 9000},
+		},
+		ranges: map[maps.SrcRangeKey]uint32{
+			rangeKey(20, "203.0.113.0/24"): 1, rangeKey(20, "198.51.100.7/32"): 1, rangeKey(22, "192.0.2.0/24"): 1,
 		},
 		endpoints: map[maps.Addr]maps.Endpoint{
 			a("10.244.80.65"):       {Id: 1, Ifindex: 7, Identity: 256, Mac: [6]byte{2, 0, 0, 0, 0, 1}},
@@ -253,6 +272,9 @@ func planAgent() fakeAgent {
 		api.PathServices: api.Services{Services: []api.Service{
 			{Namespace: "default", Name: "web", Port: "http", ID: 12}, {Namespace: "default", Name: "web", Port: "http", ID: 13},
 			{Namespace: "kube-system", Name: "dns", ID: 14}, {Namespace: "default", Name: "sig", ID: 15},
+			{Namespace: "default", Name: "lb", ID: 20,
+				Frontends: []netip.AddrPort{netip.MustParseAddrPort("10.98.0.20:80"), netip.MustParseAddrPort("0.0.0.0:30080"), netip.MustParseAddrPort("192.0.2.80:80")},
+				Types:     []string{"ClusterIP", "NodePort", "LoadBalancer"}},
 		}},
 		api.PathEndpoints: api.Endpoints{Endpoints: []api.Endpoint{
 			{ID: 1, Namespace: "default", Pod: "client", ContainerID: "c1", HostIfName: "pw00000000001", HostIfindex: 7, Addrs: []netip.Addr{ip("10.244.80.65"), ip("fd00:10:244:50::65")}},

@@ -17,6 +17,7 @@ type Maps interface {
 	Generation(slot uint32) (uint32, error)
 	Services() (map[maps.ServiceKey]maps.Service, error)
 	Backends() (map[maps.BackendKey]maps.Backend, error)
+	SrcRanges() (map[maps.SrcRangeKey]uint32, error)
 	Endpoints() (map[maps.Addr]maps.Endpoint, error)
 	Addrs() (map[maps.Addr]maps.Peer, error)
 	Prefixes() (map[maps.PrefixKey]maps.Peer, error)
@@ -79,6 +80,7 @@ func (p pinned) Generation(slot uint32) (uint32, error) {
 
 func (p pinned) Services() (map[maps.ServiceKey]maps.Service, error)  { return p.set.Services.Dump() }
 func (p pinned) Backends() (map[maps.BackendKey]maps.Backend, error)  { return p.set.Backends.Dump() }
+func (p pinned) SrcRanges() (map[maps.SrcRangeKey]uint32, error)      { return p.set.SrcRanges.Dump() }
 func (p pinned) Endpoints() (map[maps.Addr]maps.Endpoint, error)      { return p.set.Endpoints.Dump() }
 func (p pinned) Addrs() (map[maps.Addr]maps.Peer, error)              { return p.set.Addrs.Dump() }
 func (p pinned) Prefixes() (map[maps.PrefixKey]maps.Peer, error)      { return p.set.Prefixes.Dump() }
@@ -115,7 +117,8 @@ func (p pinned) Usage() ([]MapUsage, error) {
 	var errs []error
 	s := p.set
 	out = append(out, usage(s.Flows, &errs), p.usageNew(&errs), usage(s.Services, &errs),
-		usage(s.Backends, &errs), usage(s.Endpoints, &errs), usage(s.Addrs, &errs), usage(s.Prefixes, &errs),
+		usage(s.Backends, &errs), usage(s.Maglev, &errs), usage(s.BackendStates, &errs), usage(s.SrcRanges, &errs),
+		usage(s.Affinity, &errs), usage(s.Endpoints, &errs), usage(s.Addrs, &errs), usage(s.Prefixes, &errs),
 		usage(s.NodeIDs, &errs), usage(s.Policy, &errs))
 	return out, errors.Join(errs...)
 }

@@ -57,7 +57,7 @@ func TestPinnedMaps(t *testing.T) {
 	}
 	if err := errors.Join(
 		set.Flows.PutAll(plan.confirmed), set.FlowsNew.PutAll(plan.unconfirmed), set.Gens.PutAll(plan.gens),
-		set.Services.PutAll(plan.services), set.Backends.PutAll(plan.backends), set.Endpoints.PutAll(plan.endpoints),
+		set.Services.PutAll(plan.services), set.Backends.PutAll(plan.backends), set.SrcRanges.PutAll(plan.ranges), set.Endpoints.PutAll(plan.endpoints),
 		set.Addrs.PutAll(plan.addrs), set.Prefixes.PutAll(plan.prefixes), set.Nodes.PutAll(plan.nodes),
 		set.NodeIDs.PutAll(plan.nodeIDs), set.Policy.PutAll(plan.policy), set.PortClass.PutAll(classes),
 	); err != nil {
@@ -83,6 +83,8 @@ func TestPinnedMaps(t *testing.T) {
 	same(t, "services", plan.services, services, err)
 	backends, err := m.Backends()
 	same(t, "backends", plan.backends, backends, err)
+	ranges, err := m.SrcRanges()
+	same(t, "source ranges", plan.ranges, ranges, err)
 	endpoints, err := m.Endpoints()
 	same(t, "endpoints", plan.endpoints, endpoints, err)
 	addrs, err := m.Addrs()

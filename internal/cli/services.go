@@ -13,20 +13,33 @@ import (
 	"github.com/podweir/podweir/internal/maps"
 )
 
-// serviceView is a service port as the datapath holds it.
+// serviceView is what the datapath holds of a service port for one or several
+// frontends that it treats alike.
 type serviceView struct {
 	ID        uint32   `json:"id"`
 	Name      string   `json:"name,omitempty"` // namespace/name[:port]
 	Protocol  string   `json:"protocol"`
+	Types     []string `json:"types"` // of the frontends, each once
 	Frontends []string `json:"frontends"`
-	// Set is the number of the backend set; 0 = none.
+	// Set is the number of the backend set for pods and this host; 0 = none.
 	Set      uint32   `json:"set"`
 	Backends []string `json:"backends"`
 	// Count is how many backends the frontends announce.
-	Count uint32   `json:"count"`
-	Flags []string `json:"flags,omitempty"`
+	Count uint32 `json:"count"`
+	// ExtSet, External and ExtCount are the same for everybody else.
+	ExtSet   uint32   `json:"extSet"`
+	External []string `json:"external"`
+	ExtCount uint32   `json:"extCount"`
+	// Maglev is the size of the table that chooses among External.
+	Maglev uint32 `json:"maglev,omitempty"`
+	// Affinity is for how many seconds a client stays with its backend.
+	Affinity uint32 `json:"affinitySeconds,omitempty"`
+	// SourceRanges that the frontends answer to, if their flags say so.
+	SourceRanges []string `json:"sourceRanges,omitempty"`
+	Flags        []string `json:"flags,omitempty"`
 
 	first netip.AddrPort
+	value maps.Service
 }
 
 type servicesView struct {
@@ -54,22 +67,60 @@ func (s *session) servicesCommand() *cobra.Command {
 }
 
 func serviceTable(v servicesView, wide bool) *table {
-	t := newTable("no services", "ID", "SERVICE", "PROTO", "FRONTENDS", "BACKENDS", "+SET", "+FLAGS")
-	for _, svc := range v.Services {
-		backends := list(svc.Backends, wide)
-		switch {
-		case svc.Count == 0:
-			backends = "none: dropped"
-		case len(svc.Backends) != int(svc.Count):
-			backends = strings.TrimSpace(fmt.Sprintf("%s (%d of %d in the map)", backends, len(svc.Backends), svc.Count))
+	t := newTable("no services", "ID", "SERVICE", "PROTO", "TYPE", "FRONTENDS", "BACKENDS", "EXTERNAL",
+		"+SET", "+EXTSET", "+MAGLEV", "+AFFINITY", "+RANGES", "+FLAGS")
+	number := func(n uint32, unit string) string {
+		if n == 0 {
+			return ""
 		}
-		t.add(fmt.Sprint(svc.ID), svc.Name, svc.Protocol, list(svc.Frontends, wide), backends,
-			fmt.Sprint(svc.Set), list(svc.Flags, true))
+		return fmt.Sprint(n, unit)
+	}
+	for _, svc := range v.Services {
+		external := ""
+		if svc.value.Flags&maps.ServiceExternal != 0 {
+			external = backends(svc.External, svc.ExtCount, svc.value.Flags&maps.ServiceNoLocalExt != 0, wide)
+			if svc.ExtSet == svc.Set && svc.ExtSet != 0 {
+				external = "the same"
+			}
+		}
+		t.add(fmt.Sprint(svc.ID), svc.Name, svc.Protocol, strings.Join(svc.Types, ","), list(svc.Frontends, wide),
+			backends(svc.Backends, svc.Count, svc.value.Flags&maps.ServiceNoLocal != 0, wide), external,
+			fmt.Sprint(svc.Set), fmt.Sprint(svc.ExtSet), number(svc.Maglev, ""), number(svc.Affinity, "s"),
+			list(svc.SourceRanges, true), list(svc.Flags, true))
 	}
 	for _, a := range v.AddrsWithoutPorts {
-		t.add("", "", "", a.String(), "none: no ports", "", "")
+		t.add("", "", "", "", a.String(), "none: no ports", "", "", "", "", "", "", "")
 	}
 	return t
+}
+
+// backends says where a set leads.
+func backends(set []string, count uint32, noLocal, wide bool) string {
+	switch {
+	case count == 0 && noLocal:
+		return "none here: dropped"
+	case count == 0:
+		return "none: refused"
+	case len(set) != int(count):
+		return strings.TrimSpace(fmt.Sprintf("%s (%d of %d in the map)", list(set, wide), len(set), count))
+	}
+	return list(set, wide)
+}
+
+// frontendType is what a frontend is to its service: the agent knows, the map
+// tells some.
+func (n *names) frontendType(id uint32, at netip.AddrPort, flags uint32) string {
+	s := n.services[id]
+	if i := slices.Index(s.Frontends, at); i >= 0 && i < len(s.Types) {
+		return s.Types[i]
+	}
+	switch {
+	case flags&maps.ServiceExternal == 0:
+		return "ClusterIP"
+	case at.Addr().IsUnspecified():
+		return "NodePort"
+	}
+	return "External"
 }
 
 func readServices(m Maps, n *names) (servicesView, error) {
@@ -81,10 +132,27 @@ func readServices(m Maps, n *names) (servicesView, error) {
 	if err != nil {
 		return servicesView{}, err
 	}
-	// While a set is being replaced, the frontends of one port may point at
-	// two sets: both are shown.
-	type ref struct{ id, set uint32 }
-	views := map[ref]*serviceView{}
+	srcRanges, err := m.SrcRanges()
+	if err != nil {
+		return servicesView{}, err
+	}
+	ranges := map[uint32][]string{}
+	for k := range srcRanges {
+		id, p := maps.FromSrcRange(k)
+		ranges[id] = append(ranges[id], maps.FromPrefix(p).String())
+	}
+	set := func(num, count uint32) []string {
+		out := []string{}
+		for slot := range count {
+			if b, ok := backends[maps.BackendKey{Set: num, Slot: slot}]; ok {
+				out = append(out, addrPort(b.Addr, b.Port).String())
+			}
+		}
+		return out
+	}
+	// Frontends with one value are one row; while a set is being replaced,
+	// some may point at the new one already.
+	views := map[maps.Service]*serviceView{}
 	withPorts := map[netip.Addr]bool{}
 	var owned []netip.Addr
 	for k, svc := range services {
@@ -94,20 +162,25 @@ func readServices(m Maps, n *names) (servicesView, error) {
 			continue
 		}
 		withPorts[at.Addr()] = true
-		v := views[ref{svc.Id, svc.Set}]
+		v := views[svc]
 		if v == nil {
 			v = &serviceView{
-				ID: svc.Id, Name: n.serviceName(svc.Id), Protocol: maps.ProtoName(k.Proto), Set: svc.Set,
-				Count: svc.Count, Flags: maps.ServiceFlagNames(svc.Flags), Backends: []string{}, first: at,
+				ID: svc.Id, Name: n.serviceName(svc.Id), Protocol: maps.ProtoName(k.Proto),
+				Set: svc.Set, Count: svc.Count, Backends: set(svc.Set, svc.Count),
+				ExtSet: svc.ExtSet, ExtCount: svc.ExtCount, External: set(svc.ExtSet, svc.ExtCount),
+				Maglev: svc.Maglev, Affinity: svc.Affinity, Flags: maps.ServiceFlagNames(svc.Flags), first: at, value: svc,
 			}
-			for slot := range svc.Count {
-				if b, ok := backends[maps.BackendKey{Set: svc.Set, Slot: slot}]; ok {
-					v.Backends = append(v.Backends, addrPort(b.Addr, b.Port).String())
-				}
+			if svc.Flags&maps.ServiceSourceRanges != 0 {
+				v.SourceRanges = ranges[svc.Id]
+				slices.Sort(v.SourceRanges)
 			}
-			views[ref{svc.Id, svc.Set}] = v
+			views[svc] = v
 		}
 		v.Frontends = append(v.Frontends, at.String())
+		if kind := n.frontendType(svc.Id, at, svc.Flags); !slices.Contains(v.Types, kind) {
+			v.Types = append(v.Types, kind)
+			slices.Sort(v.Types)
+		}
 		if at.Compare(v.first) < 0 {
 			v.first = at
 		}
@@ -119,7 +192,7 @@ func readServices(m Maps, n *names) (servicesView, error) {
 	}
 	slices.SortFunc(out.Services, func(a, b serviceView) int {
 		return cmp.Or(cmp.Compare(a.Name, b.Name), a.first.Compare(b.first), cmp.Compare(a.Protocol, b.Protocol),
-			cmp.Compare(a.ID, b.ID), cmp.Compare(a.Set, b.Set))
+			cmp.Compare(a.ID, b.ID), cmp.Compare(a.Set, b.Set), cmp.Compare(a.value.Flags, b.value.Flags))
 	})
 	for _, a := range owned {
 		if !withPorts[a] {

@@ -236,6 +236,13 @@ func KeyString(key any) string {
 		return fmt.Sprintf("%s/%s", netip.AddrPortFrom(FromAddr(k.Addr), k.Port), ProtoName(k.Proto))
 	case BackendKey:
 		return fmt.Sprintf("set %d slot %d", k.Set, k.Slot)
+	case BackendStateKey:
+		return fmt.Sprintf("%s of service %d", netip.AddrPortFrom(FromAddr(k.Addr), k.Port), k.Service)
+	case MaglevKey:
+		return fmt.Sprintf("set %d chunk %d", k.Set, k.Chunk)
+	case SrcRangeKey:
+		id, p := FromSrcRange(k)
+		return fmt.Sprintf("%s of service %d", FromPrefix(p), id)
 	case FlowKey:
 		return fmt.Sprintf("%s -> %s %s via %d", netip.AddrPortFrom(FromAddr(k.Src), k.Sport),
 			netip.AddrPortFrom(FromAddr(k.Dst), k.Dport), ProtoName(k.Proto), k.Via)

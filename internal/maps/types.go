@@ -1,6 +1,7 @@
 package maps
 
 import (
+	"encoding/binary"
 	"fmt"
 	"net/netip"
 
@@ -135,4 +136,20 @@ func FromPrefix(k PrefixKey) netip.Prefix {
 		return netip.PrefixFrom(a.Unmap(), int(k.Len)-96)
 	}
 	return netip.PrefixFrom(a, int(k.Len))
+}
+
+// ToSrcRange returns the key of pw_src_ranges that lets the clients in a
+// prefix use a service: the service's 32 bits stand before the address and are
+// always compared.
+func ToSrcRange(service uint32, p PrefixKey) SrcRangeKey {
+	var be [4]byte
+	binary.BigEndian.PutUint32(be[:], service)
+	return SrcRangeKey{Len: 32 + p.Len, Service: binary.NativeEndian.Uint32(be[:]), Addr: p.Addr}
+}
+
+// FromSrcRange is the inverse of [ToSrcRange].
+func FromSrcRange(k SrcRangeKey) (service uint32, p PrefixKey) {
+	var be [4]byte
+	binary.NativeEndian.PutUint32(be[:], k.Service)
+	return binary.BigEndian.Uint32(be[:]), PrefixKey{Len: k.Len - 32, Addr: k.Addr}
 }

@@ -122,6 +122,63 @@ func TestDevices(t *testing.T) {
 	}
 }
 
+// What the kernel sends under: no secondary, deprecated or temporary address,
+// and none that is good on the link alone.
+func TestSources(t *testing.T) {
+	m := inNewNetns(t)
+	l, err := m.nl.LinkByName("eth0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	add := func(cidr string, change func(*netlink.Addr)) {
+		t.Helper()
+		a, err := netlink.ParseAddr(cidr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if a.IP.To4() == nil {
+			a.Flags = unix.IFA_F_NODAD
+		}
+		if change != nil {
+			change(a)
+		}
+		if err := m.nl.AddrAdd(l, a); err != nil {
+			t.Fatalf("%s: %v", cidr, err)
+		}
+	}
+	source := func() string {
+		t.Helper()
+		devices, err := m.Devices()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, d := range devices {
+			if d.Name == "eth0" {
+				return fmt.Sprint(d.Source4, " ", d.Source6)
+			}
+		}
+		t.Fatal("no eth0")
+		return ""
+	}
+	for _, step := range []struct {
+		cidr   string
+		change func(*netlink.Addr)
+		want   string
+	}{
+		{"169.254.7.7/16", func(a *netlink.Addr) { a.Scope = unix.RT_SCOPE_LINK }, "invalid IP invalid IP"},
+		{"172.31.0.2/24", nil, "172.31.0.2 invalid IP"},
+		{"172.31.0.9/24", nil, "172.31.0.2 invalid IP"}, // becomes a secondary one
+		{"192.0.2.2/24", nil, "172.31.0.2 invalid IP"},
+		{"fd00:172:31::d/64", func(a *netlink.Addr) { a.PreferedLft, a.ValidLft = 0, 3600 }, "172.31.0.2 invalid IP"},
+		{"fd00:172:31::2/64", nil, "172.31.0.2 fd00:172:31::2"},
+	} {
+		add(step.cidr, step.change)
+		if got := source(); got != step.want {
+			t.Errorf("with %s: got %s, want %s", step.cidr, got, step.want)
+		}
+	}
+}
+
 func TestOverlay(t *testing.T) {
 	m := inNewNetns(t)
 	mac := net.HardwareAddr{2, 0, 172, 31, 0, 2}

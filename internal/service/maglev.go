@@ -14,9 +14,10 @@ const (
 	MaglevMax = 131071
 )
 
-// maglevSizes are the sizes to choose from: primes, each about twice the one
-// before.
-var maglevSizes = [...]uint32{251, 509, 1021, 2039, 4093, 8191, 16381, 32749, 65521}
+// maglevSizes are the sizes to choose from, primes. They are few and the first
+// is good for ten backends: where the number of backends passes from one size
+// to the next, most flows that are new find another backend.
+var maglevSizes = [...]uint32{1021, 4093, 16381, 65521}
 
 // maglevPerBackend is how many entries of a table a backend should have: with
 // a hundred, shares differ by about one in a hundred.

@@ -110,7 +110,7 @@ func TestCompile(t *testing.T) {
 			want: []string{"TCP 10.98.235.247:80 ->"},
 		},
 		{
-			name:   "NodePort and LoadBalancer by their cluster IP",
+			name:   "the cluster IP of a LoadBalancer",
 			svc:    svc(func(s *corev1.Service) { s.Spec.Type, s.Spec.Ports[0].NodePort = "LoadBalancer", 30080 }),
 			slices: []string{basic},
 			want:   []string{"TCP 10.98.235.247:80 -> 10.244.80.66:8080,10.244.158.65:8080"},

@@ -57,6 +57,18 @@ func TestFaults(t *testing.T) {
 		"protocol":              {svcHead + "  clusterIP: 10.98.0.1\n  ports:\n  - port: 80\n    protocol: tcp\n", "8 Service default/web: spec.ports[0].protocol: Unsupported value: \"tcp\""},
 		"nameless ports":        {svcHead + "  clusterIP: 10.98.0.1\n  ports: [{port: 80}, {port: 81, name: b}]\n", "spec.ports[0].name: Required value"},
 		"service type":          {svcHead + "  clusterIP: 10.98.0.1\n  type: clusterip\n  ports: [{port: 80}]\n", "6 Service default/web: spec.type: Unsupported value"},
+		"no nodePort":           {svcHead + "  clusterIP: 10.98.0.1\n  type: NodePort\n  ports:\n  - port: 80\n", "8 Service default/web: spec.ports[0].nodePort: Required value: nothing allocates NodePorts"},
+		"nodePort of ClusterIP": {svcHead + "  clusterIP: 10.98.0.1\n  ports:\n  - port: 80\n    nodePort: 30080\n", "8 Service default/web: spec.ports[0].nodePort: Forbidden"},
+		"nodePort twice":        {svcHead + "  clusterIP: 10.98.0.1\n  type: NodePort\n  ports:\n  - {name: a, port: 80, nodePort: 30080}\n  - {name: b, port: 81, nodePort: 30080}\n", "9 Service default/web: spec.ports[1].nodePort: Duplicate value"},
+		"external IP":           {svcHead + "  clusterIP: 10.98.0.1\n  ports: [{port: 80}]\n  externalIPs:\n  - 192.0.2\n", "8 Service default/web: spec.externalIPs[0]: Invalid value"},
+		"source range":          {svcHead + "  clusterIP: 10.98.0.1\n  type: LoadBalancer\n  ports: [{port: 80}]\n  loadBalancerSourceRanges: [192.0.2.0]\n", "8 Service default/web: spec.loadBalancerSourceRanges[0]: Invalid value"},
+		"ranges of a NodePort":  {svcHead + "  clusterIP: 10.98.0.1\n  type: NodePort\n  ports: [{port: 80, nodePort: 30080}]\n  loadBalancerSourceRanges: [192.0.2.0/24]\n", "8 Service default/web: spec.loadBalancerSourceRanges: Forbidden"},
+		"policy of ClusterIP":   {svcHead + "  clusterIP: 10.98.0.1\n  ports: [{port: 80}]\n  externalTrafficPolicy: Local\n", "7 Service default/web: spec.externalTrafficPolicy: Forbidden"},
+		"external policy":       {svcHead + "  clusterIP: 10.98.0.1\n  type: NodePort\n  ports: [{port: 80, nodePort: 30080}]\n  externalTrafficPolicy: local\n", "8 Service default/web: spec.externalTrafficPolicy: Unsupported value"},
+		"health check":          {svcHead + "  clusterIP: 10.98.0.1\n  type: LoadBalancer\n  ports: [{port: 80}]\n  healthCheckNodePort: 31000\n", "8 Service default/web: spec.healthCheckNodePort: Forbidden"},
+		"distribution":          {svcHead + "  clusterIP: 10.98.0.1\n  ports: [{port: 80}]\n  trafficDistribution: PreferFar\n", "7 Service default/web: spec.trafficDistribution: Unsupported value"},
+		"affinity timeout":      {svcHead + "  clusterIP: 10.98.0.1\n  ports: [{port: 80}]\n  sessionAffinity: ClientIP\n  sessionAffinityConfig: {clientIP: {timeoutSeconds: 0}}\n", "sessionAffinityConfig.clientIP.timeoutSeconds: Invalid value: 0"},
+		"ipMode":                {svcHead + "  clusterIP: 10.98.0.1\n  type: LoadBalancer\n  ports: [{port: 80}]\nstatus:\n  loadBalancer:\n    ingress:\n    - ip: 192.0.2.1\n      ipMode: Vip\n", "12 Service default/web: status.loadBalancer.ingress[0].ipMode: Unsupported value"},
 		"pod address":           {"apiVersion: v1\nkind: Pod\nmetadata: {name: web}\nstatus:\n  podIPs:\n  - ip: 10.244.80.65\n  - ip: nonsense\n", "7 Pod default/web: status.podIPs[1].ip: Invalid value: \"nonsense\""},
 		"pod addresses":         {"apiVersion: v1\nkind: Pod\nmetadata: {name: web}\nstatus:\n  podIP: 10.0.0.1\n  podIPs: [{ip: 10.0.0.2}]\n", "5 Pod default/web: status.podIP: Invalid value: \"10.0.0.1\": must be the first of podIPs"},
 		"mapped address":        {"apiVersion: v1\nkind: Pod\nmetadata: {name: web}\nstatus: {podIP: '::ffff:10.0.0.1'}\n", "write 10.0.0.1"},
@@ -157,6 +169,43 @@ apiVersion: v1
 	policy := got["NetworkPolicy default/p"].(*networkingv1.NetworkPolicy)
 	if len(policy.Spec.PolicyTypes) != 2 || *policy.Spec.Egress[0].Ports[0].Protocol != "TCP" {
 		t.Errorf("policy %+v", policy.Spec)
+	}
+}
+
+// Services of every type, as short as they can be written, and what stands in
+// the tables of them.
+func TestServiceTypes(t *testing.T) {
+	p := parse(`apiVersion: v1
+kind: Service
+metadata: {name: np}
+spec: {type: NodePort, clusterIP: 10.98.0.1, ports: [{port: 80, nodePort: 30080}], sessionAffinity: ClientIP}
+---
+apiVersion: v1
+kind: Service
+metadata: {name: lb}
+spec:
+  type: LoadBalancer
+  clusterIPs: [10.98.0.2, "fd00:10:98::2"]
+  ports: [{port: 80}]
+  externalTrafficPolicy: Local
+  healthCheckNodePort: 31000
+  externalIPs: [198.51.100.1]
+  loadBalancerSourceRanges: [" 203.0.113.0/24 "]
+status: {loadBalancer: {ingress: [{ip: 192.0.2.1}, {ip: 192.0.2.2, ipMode: Proxy}, {hostname: lb.example.com}]}}
+`)
+	if len(p.faults) != 0 || len(p.objects) != 2 {
+		t.Fatal(faults(p))
+	}
+	np, lb := trimService(p.objects[0].obj.(*corev1.Service)), trimService(p.objects[1].obj.(*corev1.Service))
+	if np.Spec.ExternalTrafficPolicy != "Cluster" || np.Spec.Ports[0].NodePort != 30080 ||
+		*np.Spec.SessionAffinityConfig.ClientIP.TimeoutSeconds != 10800 || np.Spec.Ports[0].Protocol != "TCP" {
+		t.Errorf("NodePort %+v", np.Spec)
+	}
+	in := lb.Status.LoadBalancer.Ingress
+	if lb.Spec.ExternalTrafficPolicy != "Local" || lb.Spec.HealthCheckNodePort != 31000 || len(lb.Spec.ExternalIPs) != 1 ||
+		!*lb.Spec.AllocateLoadBalancerNodePorts || len(lb.Spec.LoadBalancerSourceRanges) != 1 ||
+		len(in) != 3 || *in[0].IPMode != "VIP" || *in[1].IPMode != "Proxy" || in[2].IPMode != nil {
+		t.Errorf("LoadBalancer %+v %+v", lb.Spec, in)
 	}
 }
 

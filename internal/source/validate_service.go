@@ -1,6 +1,8 @@
 package source
 
 import (
+	"strings"
+
 	"net/netip"
 
 	corev1 "k8s.io/api/core/v1"
@@ -19,29 +21,57 @@ func (v *validator) service(s *corev1.Service) {
 		return
 	}
 	v.clusterIPs(s)
-	v.ips(spec.Child("externalIPs"), s.Spec.ExternalIPs, 0)
+	v.external(s)
 	if s.Spec.LoadBalancerIP != "" {
 		v.ip(spec.Child("loadBalancerIP"), s.Spec.LoadBalancerIP)
 	}
-	for i, r := range s.Spec.LoadBalancerSourceRanges {
-		v.cidr(spec.Child("loadBalancerSourceRanges").Index(i), r)
-	}
-	for i, in := range s.Status.LoadBalancer.Ingress {
-		if in.IP != "" {
-			v.ip(field.NewPath("status", "loadBalancer", "ingress").Index(i).Child("ip"), in.IP)
-		}
-	}
 	v.oneOf(spec.Child("internalTrafficPolicy"), string(*s.Spec.InternalTrafficPolicy), "Cluster", "Local")
-	if s.Spec.ExternalTrafficPolicy != "" {
-		v.oneOf(spec.Child("externalTrafficPolicy"), string(s.Spec.ExternalTrafficPolicy), "Cluster", "Local")
-	}
-	if s.Spec.HealthCheckNodePort != 0 {
-		v.port(spec.Child("healthCheckNodePort"), s.Spec.HealthCheckNodePort)
-	}
 	v.oneOf(spec.Child("sessionAffinity"), string(s.Spec.SessionAffinity), "None", "ClientIP")
 	if c := s.Spec.SessionAffinityConfig; c != nil && c.ClientIP != nil && c.ClientIP.TimeoutSeconds != nil {
 		if t := *c.ClientIP.TimeoutSeconds; t < 1 || t > 86400 {
 			v.bad(spec.Child("sessionAffinityConfig", "clientIP", "timeoutSeconds"), t, "must be from 1 to 86400")
+		}
+	}
+	if d := s.Spec.TrafficDistribution; d != nil {
+		v.oneOf(spec.Child("trafficDistribution"), *d, "PreferClose", "PreferSameZone", "PreferSameNode")
+	}
+}
+
+// external checks what concerns clients outside the cluster.
+func (v *validator) external(s *corev1.Service) {
+	spec := field.NewPath("spec")
+	balanced := s.Spec.Type == corev1.ServiceTypeLoadBalancer
+	v.ips(spec.Child("externalIPs"), s.Spec.ExternalIPs, 0)
+	ranges := spec.Child("loadBalancerSourceRanges")
+	if len(s.Spec.LoadBalancerSourceRanges) > 0 && !balanced {
+		v.errs = append(v.errs, field.Forbidden(ranges, "only load balancers have them: write type: LoadBalancer, or use a NetworkPolicy"))
+	}
+	for i, r := range s.Spec.LoadBalancerSourceRanges {
+		v.cidr(ranges.Index(i), strings.TrimSpace(r)) // as the API server does
+	}
+	policy := spec.Child("externalTrafficPolicy")
+	switch {
+	case s.Spec.ExternalTrafficPolicy == "":
+	case s.Spec.Type == corev1.ServiceTypeClusterIP && len(s.Spec.ExternalIPs) == 0:
+		v.errs = append(v.errs, field.Forbidden(policy, "a ClusterIP service without externalIPs has no clients outside: write internalTrafficPolicy, or another type"))
+	default:
+		v.oneOf(policy, string(s.Spec.ExternalTrafficPolicy), "Cluster", "Local")
+	}
+	check := spec.Child("healthCheckNodePort")
+	switch {
+	case s.Spec.HealthCheckNodePort == 0:
+	case !balanced || s.Spec.ExternalTrafficPolicy != corev1.ServiceExternalTrafficPolicyLocal:
+		v.errs = append(v.errs, field.Forbidden(check, "only a service of type LoadBalancer with externalTrafficPolicy: Local has one"))
+	default:
+		v.port(check, s.Spec.HealthCheckNodePort)
+	}
+	for i, in := range s.Status.LoadBalancer.Ingress {
+		path := field.NewPath("status", "loadBalancer", "ingress").Index(i)
+		if in.IP != "" {
+			v.ip(path.Child("ip"), in.IP)
+		}
+		if in.IPMode != nil {
+			v.oneOf(path.Child("ipMode"), string(*in.IPMode), "VIP", "Proxy")
 		}
 	}
 }
@@ -77,6 +107,9 @@ func (v *validator) servicePorts(s *corev1.Service) {
 		}
 		ports[portKey{p.Protocol, p.Port}] = true
 		if p.NodePort == 0 {
+			if s.Spec.Type == corev1.ServiceTypeNodePort {
+				v.errs = append(v.errs, field.Required(at.Child("nodePort"), "nothing allocates NodePorts for manifests: write one, by default from 30000 to 32767"))
+			}
 			continue
 		}
 		v.port(at.Child("nodePort"), p.NodePort)
