@@ -57,13 +57,21 @@ __noinline int pw_flow_insert(const struct pw_flow_key *k, const struct pw_flow 
 		}
 		key = pw_key_arg(s, k);
 		s->copy = *val; /* an argument too, see pw_key_arg */
-		if (bpf_map_update_elem(&pw_flows_new, key, &s->copy, BPF_NOEXIST))
+		if (pw_new_add(key, &s->copy))
 			continue;
 		if (!bpf_map_lookup_elem(&pw_flows, key))
 			return PW_INSERTED;
-		bpf_map_delete_elem(&pw_flows_new, key);
+		pw_new_delete(key);
 	}
 	return bpf_map_lookup_elem(&pw_flows_new, pw_key_arg(s, k)) ? PW_EXISTS : PW_NO_ROOM;
+}
+
+/* Has the protocol something in its header that tells flows apart? */
+static __always_inline int pw_has_translatable(const struct pw_flow_key *key)
+{
+	return key->proto == IPPROTO_TCP || key->proto == IPPROTO_UDP ||
+	       key->proto == PW_PROTO_SCTP || (key->proto == IPPROTO_ICMP && key->sport) ||
+	       (key->proto == IPPROTO_ICMPV6 && key->sport);
 }
 
 /* A port of the host's that one of its sockets uses is not ours to give. */
@@ -77,6 +85,9 @@ __noinline int pw_port_in_use(struct __sk_buff *skb, __u8 proto, __u16 port)
 
 	if (!s)
 		return 1;
+	/* There is no look-up of SCTP's sockets: nothing is known of them. */
+	if (proto != IPPROTO_TCP && proto != IPPROTO_UDP)
+		return 0;
 	if (pw_addr_is_v4(&s->fwd.src)) {
 		t.ipv4.saddr = pw_addr_word(&s->fwd.dst, 3);
 		t.ipv4.daddr = pw_addr_word(&s->fwd.src, 3);
@@ -103,23 +114,31 @@ __noinline int pw_port_in_use(struct __sk_buff *skb, __u8 proto, __u16 port)
 }
 
 /*
- * The reply tuple belongs to another live flow: look for a source port whose
- * reply tuple is free and reserve it by the insert itself. Ports come from
- * outside the NodePort and the usual local range; bounded probing.
+ * The reply tuple belongs to another live flow, or the source becomes this
+ * node's: look for a source port whose reply tuple is free and reserve it by
+ * the insert itself. Ports come from outside the NodePort and the usual local
+ * range; bounded probing. An echo's identifier is its port. Protocols without
+ * ports share an address as long as their reply tuples differ.
  */
 __noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_key *key)
 {
 	struct pw_scratch *s = pw_get_scratch();
 	__u32 range = cfg_port_max - cfg_port_min + 1, start = bpf_get_prandom_u32();
 	__u16 port;
-	int i, err;
+	int i, err, ports;
 
-	if (!key || !s || (key->proto != IPPROTO_TCP && key->proto != IPPROTO_UDP))
+	if (!key || !s)
+		return PW_DROP_FLOW_COLLISION;
+	ports = pw_has_translatable(key);
+	if (!ports && !s->snat)
 		return PW_DROP_FLOW_COLLISION;
 	for (i = 0; i < PW_PORT_PROBES; i++) {
 		/* An odd step visits distinct ports of the range. */
 		port = cfg_port_min + (start + i * 7919) % range;
-		if (s->fwd.from.kind == PW_PLACE_HOST && pw_port_in_use(skb, key->proto, port))
+		if (!ports)
+			port = key->sport;
+		else if ((s->snat || s->fwd.from.kind == PW_PLACE_HOST) &&
+			 pw_port_in_use(skb, key->proto, port))
 			continue;
 		s->rev_key.dport = port;
 		s->rev.key_hash = pw_key_hash(&s->rev_key);
@@ -131,8 +150,10 @@ __noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_ke
 			s->fwd.flags |= PW_F_XLATE;
 			return 0;
 		}
+		if (!ports)
+			return PW_DROP_FLOW_COLLISION;
 	}
-	return PW_DROP_FLOW_COLLISION;
+	return s->snat ? PW_DROP_NO_PORT : PW_DROP_FLOW_COLLISION;
 }
 
 /*
@@ -161,8 +182,7 @@ static __always_inline int pw_flow_reserve(struct pw_scratch *s, int *ours)
 	if (!pw_same_origin(other, &s->rev))
 		return PW_EXISTS;
 	s->fwd.created = s->rev.created = other->created;
-	if (!(other->flags & PW_F_CONFIRMED) &&
-	    bpf_map_update_elem(&pw_flows_new, &s->rev_key, &s->rev, BPF_ANY))
+	if (!(other->flags & PW_F_CONFIRMED) && pw_new_put(&s->rev_key, &s->rev))
 		return PW_NO_ROOM;
 	return PW_INSERTED;
 }
@@ -205,7 +225,11 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 		return err == PW_EXISTS ? PW_FLOW_RACE_LOST : PW_DROP_FLOW_INSERT;
 	s->fwd.key_hash = pw_key_hash(key);
 	s->rev.key_hash = pw_key_hash(&s->rev_key);
-	err = pw_flow_reserve(s, &ours);
+	err = PW_EXISTS;
+	if (!s->snat) {
+		err = pw_flow_reserve(s, &ours);
+		result = PW_FLOW_PORT_CHANGED;
+	}
 	if (err == PW_NO_ROOM)
 		return PW_DROP_FLOW_INSERT;
 	if (err == PW_EXISTS) {
@@ -214,7 +238,8 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 		if (err)
 			return err;
 		ours = 1;
-		result = PW_FLOW_PORT_CHANGED;
+	} else {
+		result = PW_FLOW_CREATED;
 	}
 	err = pw_flow_insert(key, &s->fwd);
 	if (err == PW_INSERTED)
@@ -224,7 +249,7 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 		other = pw_flow_find(pw_key_arg(s, key));
 		if (!other || !pw_addr_eq(&other->dst, &s->fwd.dst) ||
 		    other->dport != s->fwd.dport || other->sport != s->fwd.sport)
-			bpf_map_delete_elem(&pw_flows_new, &s->rev_key);
+			pw_new_delete(&s->rev_key);
 	}
 	return err == PW_EXISTS ? PW_FLOW_RACE_LOST : PW_DROP_FLOW_INSERT;
 }

@@ -18,6 +18,15 @@
 #define PW_AF_INET6 10
 
 /*
+ * Clients outside, and the nodes themselves, which call NodePorts of others:
+ * who may come by the wire to a service, or with an entry node's word.
+ */
+static __always_inline int pw_may_enter(const struct pw_target *src)
+{
+	return !src->ifindex && !(src->flags & (PW_PEER_POD | PW_PEER_LOCAL | PW_PEER_SERVICE));
+}
+
+/*
  * May packets with this source come from that place? The kernel's martian
  * and reverse-path checks never see a packet that is redirected. A pod of a
  * directly routed node that arrives from the wire comes from that node.
@@ -30,14 +39,14 @@ static __always_inline int pw_check_source(struct pw_pkt *p, const struct pw_tar
 		return PW_DROP_BAD_SOURCE;
 	if (p->from.kind == PW_PLACE_POD)
 		return src->ifindex == p->from.id ? 0 : PW_DROP_SPOOFED_SOURCE;
+	if (p->from.kind == PW_PLACE_NODE && p->key.via)
+		return pw_may_enter(src) ? 0 : PW_DROP_SPOOFED_SOURCE;
 	if (src->ifindex || src->flags & (PW_PEER_HOST | PW_PEER_LOCAL | PW_PEER_SERVICE))
 		return PW_DROP_SPOOFED_SOURCE;
-	if (p->from.kind == PW_PLACE_NODE) {
-		/* Sources outside the cluster come with the entry node's word. */
-		if (p->key.via)
-			return src->node || src->flags ? PW_DROP_SPOOFED_SOURCE : 0;
+	if (p->from.kind == PW_PLACE_NODE)
 		return src->node == p->from.id ? 0 : PW_DROP_SPOOFED_SOURCE;
-	}
+	if (p->service && pw_may_enter(src))
+		return 0;
 	/* Other nodes, and their pods, come through the tunnel or directly. */
 	if (!(src->flags & (PW_PEER_POD | PW_PEER_NODE)))
 		return 0;
@@ -88,6 +97,9 @@ static __always_inline int pw_place(struct __sk_buff *skb, const struct pw_place
 				    const struct pw_addr *src, const struct pw_target *dst,
 				    struct pw_flow *fwd)
 {
+	/* From outside, only services are sent on. */
+	int inward = from->kind == PW_PLACE_NODE || (from->kind == PW_PLACE_WIRE && !fwd->service);
+
 	if (dst->ifindex) {
 		fwd->to.kind = PW_PLACE_POD;
 		fwd->to.id = dst->ifindex;
@@ -103,12 +115,17 @@ static __always_inline int pw_place(struct __sk_buff *skb, const struct pw_place
 		fwd->to.id = 0;
 		return 0;
 	}
-	/* Node to node needs no tunnel, and the answer would not take it. */
-	if (dst->flags & PW_PEER_NODE && from->kind == PW_PLACE_HOST)
+	/*
+	 * Node to node needs no tunnel, and the answer would not take it; a
+	 * pod goes under this node's address. With a client's own address from
+	 * outside it must be the tunnel: it leads the answer back here.
+	 */
+	if (dst->flags & PW_PEER_NODE &&
+	    (from->kind == PW_PLACE_HOST || (from->kind == PW_PLACE_POD && cfg_masquerade)))
 		return pw_route(skb, src, &fwd->dst, fwd);
 	if (dst->node) {
 		/* What came for us is never sent on to a third node. */
-		if (from->kind == PW_PLACE_NODE || from->kind == PW_PLACE_WIRE)
+		if (inward)
 			return PW_DROP_NO_ROUTE;
 		fwd->to.kind = PW_PLACE_NODE;
 		fwd->to.id = dst->node;
@@ -116,9 +133,69 @@ static __always_inline int pw_place(struct __sk_buff *skb, const struct pw_place
 	}
 	if (dst->flags & PW_PEER_POD)
 		return PW_DROP_NO_NODE;
-	if (from->kind != PW_PLACE_POD && from->kind != PW_PLACE_HOST)
+	if (inward)
 		return PW_DROP_NO_ROUTE;
 	return pw_route(skb, src, &fwd->dst, fwd);
+}
+
+/*
+ * The address of this node that a packet goes on under: of the device it
+ * leaves by, or the node's own (0). The port follows when the flow is made.
+ */
+static __always_inline int pw_send_as(struct pw_scratch *s, __u32 ifindex)
+{
+	int v4 = pw_addr_is_v4(&s->fwd.dst);
+	struct pw_dev_addr *own = bpf_map_lookup_elem(&pw_dev_addrs, &ifindex);
+	__u32 node = 0;
+
+	if (own)
+		s->fwd.src = v4 ? own->v4 : own->v6;
+	if (!own || pw_addr_is_zero(&s->fwd.src)) {
+		own = bpf_map_lookup_elem(&pw_dev_addrs, &node);
+		if (!own)
+			return PW_DROP_NO_SOURCE;
+		s->fwd.src = v4 ? own->v4 : own->v6;
+		if (pw_addr_is_zero(&s->fwd.src))
+			return PW_DROP_NO_SOURCE;
+	}
+	s->fwd.flags |= PW_F_XLATE;
+	s->snat = 1;
+	return 0;
+}
+
+/* Under which address does the packet go on? Sets s->fwd.src. */
+static __always_inline int pw_source(const struct pw_pkt *p, struct pw_scratch *s)
+{
+	s->snat = 0;
+	if (p->from.kind == PW_PLACE_HOST) {
+		/*
+		 * The host calls itself: under the service's address, so that
+		 * the answer comes by here and is translated.
+		 */
+		if (s->fwd.service && s->dst.flags & PW_PEER_HOST)
+			s->fwd.src = p->key.dst;
+		return 0;
+	}
+	if (p->from.kind == PW_PLACE_POD) {
+		/* By its service to itself: it would not take it from itself. */
+		if (s->fwd.service && pw_addr_eq(&s->fwd.dst, &p->key.src))
+			return pw_send_as(s, 0);
+		if (s->fwd.to.kind == PW_PLACE_WIRE && cfg_masquerade)
+			return pw_send_as(s, s->fwd.to.id);
+		return 0;
+	}
+	if (p->from.kind != PW_PLACE_WIRE || !s->fwd.service)
+		return 0;
+	/* To a backend outside: its answer must come back to us. */
+	if (s->fwd.to.kind == PW_PLACE_WIRE)
+		return pw_send_as(s, s->fwd.to.id);
+	if (s->fwd.to.kind == PW_PLACE_NODE && p->key.proto == IPPROTO_TCP)
+		s->fwd.flags |= PW_F_CLAMP;
+	if (s->fwd.to.kind != PW_PLACE_HOST && cfg_snat && !(s->svc_flags & PW_SVC_KEEP_SOURCE))
+		return pw_send_as(s, 0);
+	if (s->fwd.to.kind == PW_PLACE_NODE)
+		s->fwd.flags |= PW_F_TUNNEL;
+	return 0;
 }
 
 /*
@@ -153,31 +230,6 @@ static __always_inline int pw_judge(const struct pw_place *from, const struct pw
 	return 0;
 }
 
-/* The service's part: sets fwd->dst and dport. Returns 0 or a reason. */
-static __always_inline int pw_translate(const struct pw_pkt *p, struct pw_scratch *s)
-{
-	struct pw_backend *be;
-
-	s->fwd.dst = p->key.dst;
-	s->fwd.dport = p->key.dport;
-	/* Only what starts on this node is translated here. */
-	if (p->from.kind != PW_PLACE_POD && p->from.kind != PW_PLACE_HOST)
-		return 0;
-	if (pw_has_ports(p->key.proto) &&
-	    pw_service_lookup(&p->key.dst, p->key.dport, p->key.proto)) {
-		be = pw_service_pick(&p->key.dst, p->key.dport, p->key.proto, &s->fwd.service);
-		if (!be)
-			return PW_DROP_NO_BACKEND;
-		s->fwd.dst = be->addr;
-		s->fwd.dport = be->port;
-		s->fwd.flags |= PW_F_XLATE;
-		return 0;
-	}
-	if (pw_service_lookup(&p->key.dst, 0, 0))
-		return PW_DROP_NO_SERVICE_PORT;
-	return 0;
-}
-
 /* The reply direction is the mirror image of the forward one. */
 static __always_inline int pw_mirror(struct __sk_buff *skb, const struct pw_pkt *p,
 				     struct pw_scratch *s)
@@ -191,6 +243,10 @@ static __always_inline int pw_mirror(struct __sk_buff *skb, const struct pw_pkt 
 	s->rev.from = s->fwd.to;
 	s->rev.to = p->from;
 	s->rev.twin_via = p->key.via;
+	/* Answers to an entry node go back by the tunnel that brought it. */
+	s->rev.flags &= ~PW_F_TUNNEL;
+	if (p->key.via)
+		s->rev.flags |= PW_F_TUNNEL;
 	__builtin_memcpy(s->rev.mac, s->src.mac, 6);
 
 	s->rev_key.src = s->fwd.dst;
@@ -238,17 +294,10 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 		return PW_DROP_MULTICAST;
 	s->fwd.src = p->key.src;
 	s->fwd.sport = p->key.sport;
-	err = pw_translate(p, s);
+	err = pw_select(p);
 	if (err)
 		return err;
 	pw_resolve(&s->fwd.dst, &s->dst);
-	/*
-	 * The host calls itself: under the service's address, so that the
-	 * answer leaves by the tunnel's device and is translated there.
-	 */
-	if (p->from.kind == PW_PLACE_HOST && s->fwd.flags & PW_F_XLATE &&
-	    s->dst.flags & PW_PEER_HOST)
-		s->fwd.src = p->key.dst;
 	/* Nobody but the nodes speaks to a node's tunnel port. */
 	if (p->from.kind == PW_PLACE_POD && p->key.proto == IPPROTO_UDP &&
 	    s->fwd.dport == cfg_vxlan_port && s->dst.flags & (PW_PEER_NODE | PW_PEER_HOST))
@@ -260,13 +309,16 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	if (err)
 		return err;
 
+	err = pw_source(p, s);
+	if (err)
+		return err;
 	s->fwd.from = p->from;
 	s->fwd.verdict = PW_VERDICT_ALLOW;
 	s->fwd.src_gen = s->src.gen;
 	s->fwd.dst_gen = s->dst.gen;
 	s->fwd.last_seen = s->fwd.created = pw_now();
 	if (pw_never_creates(p))
-		return 0;
+		return s->snat ? PW_DROP_STRAY : 0;
 	if (p->key.proto == IPPROTO_TCP && !(p->tcp_flags & PW_TCP_SYN)) {
 		s->fwd.flags |= PW_F_MIDSTREAM;
 		pw_count(PW_FLOW_MIDSTREAM, p->hook, p->v6, skb->len);
@@ -288,22 +340,27 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 }
 
 /* Does a flow's source still live where the flow comes from? */
-static __always_inline int pw_still_there(const struct pw_place *from, __u16 via,
+static __always_inline int pw_still_there(const struct pw_flow *orig, __u16 via,
 					  const struct pw_target *src)
 {
+	const struct pw_place *from = &orig->from;
+
 	if (from->kind == PW_PLACE_HOST)
 		return 1;
 	if (from->kind == PW_PLACE_POD)
 		return src->ifindex == from->id;
 	if (from->kind == PW_PLACE_NODE && !via)
 		return !src->ifindex && src->node == from->id;
+	if (via || orig->service)
+		return pw_may_enter(src) && (via || !(src->flags & PW_PEER_HOST));
 	return !src->ifindex && !src->node && !src->flags;
 }
 
 /*
  * A flow one of whose generations moved: verdict and route once more, in the
- * ORIGINAL direction, from whichever entry the packet met. The backend stays.
- * A denial keeps entry and translation, so that the flow goes on when it is
+ * ORIGINAL direction, from whichever entry the packet met. The backend stays,
+ * but a UDP client whose own is gone gets another with its next datagram;
+ * until then the old one's answers pass, judged one by one. A denial keeps entry and translation, so that the flow goes on when it is
  * allowed again. p and f are this packet's; both entries are updated.
  */
 __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow *f)
@@ -312,7 +369,7 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 	struct pw_flow *twin, *orig, *reply;
 	struct pw_flow_key twin_key;
 	struct pw_addr src;
-	int err;
+	int err, lost = 0;
 
 	if (!p || !f || !s)
 		return PW_DROP_HELPER;
@@ -332,8 +389,16 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 	pw_resolve(&src, &s->src);
 	pw_resolve(&s->fwd.dst, &s->dst);
 	/* Another has the address by now: not this flow any more. */
-	if (!pw_still_there(&s->fwd.from, reply->twin_via, &s->src))
+	if (!pw_still_there(orig, reply->twin_via, &s->src))
 		return -1;
+	if (p->key.proto == IPPROTO_UDP) {
+		lost = !pw_service_holds(
+			orig == f ? pw_key_arg(s, &p->key) : pw_key_arg(s, &twin_key), orig);
+		if (lost && orig == f) {
+			pw_count(PW_FLOW_RESELECTED, p->hook, p->v6, skb->len);
+			return -1;
+		}
+	}
 	err = pw_place(skb, &s->fwd.from, &src, &s->dst, &s->fwd);
 	if (!err)
 		err = pw_judge(&s->fwd.from, &src, p->key.proto, &s->src, &s->dst, &s->fwd);
@@ -346,6 +411,8 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 		orig->nexthop = s->fwd.nexthop;
 		__builtin_memcpy(orig->mac, s->fwd.mac, 6);
 	}
+	if (lost)
+		return 0;
 	/* Last: until here the other direction judges for itself. */
 	orig->src_gen = reply->src_gen = s->src.gen;
 	orig->dst_gen = reply->dst_gen = s->dst.gen;

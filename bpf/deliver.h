@@ -41,16 +41,17 @@ static __always_inline int pw_is_ingress(const struct pw_pkt *p)
 	return p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV || p->hook == PW_FROM_OVERLAY;
 }
 
-static __always_inline int pw_write_macs(struct __sk_buff *skb, const __u8 *dst)
+/* via: from outside the cluster, entered here; see PW_VIA_MAC. */
+static __always_inline int pw_write_macs(struct __sk_buff *skb, const __u8 *dst, int via)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
-	static const __u8 src[6] = PW_SRC_MAC;
+	static const __u8 src[6] = PW_SRC_MAC, entry[6] = PW_VIA_MAC;
 	struct ethhdr *eth = data;
 
 	if ((void *)(eth + 1) > end)
 		return PW_DROP_HELPER;
 	__builtin_memcpy(eth->h_dest, dst, 6);
-	__builtin_memcpy(eth->h_source, src, 6);
+	__builtin_memcpy(eth->h_source, via ? entry : src, 6);
 	return 0;
 }
 
@@ -73,7 +74,7 @@ static __always_inline int pw_to_pod(struct __sk_buff *skb, struct pw_pkt *p,
 		pw_count(PW_FWD_LOCAL, p->hook, p->v6, skb->len);
 		return PW_NEXT;
 	}
-	if (pw_write_macs(skb, f->mac))
+	if (pw_write_macs(skb, f->mac, 0))
 		return pw_drop(skb, p, PW_DROP_HELPER);
 	pw_count(reason, p->hook, p->v6, skb->len);
 	if (pw_is_ingress(p)) {
@@ -84,7 +85,9 @@ static __always_inline int pw_to_pod(struct __sk_buff *skb, struct pw_pkt *p,
 	return bpf_redirect(ifindex, 0);
 }
 
-static __always_inline int pw_send(__u32 ifindex, const struct pw_addr *nexthop)
+/* Marked, because to_netdev comes after it. */
+static __always_inline int pw_send(struct __sk_buff *skb, __u32 ifindex,
+				   const struct pw_addr *nexthop)
 {
 	struct bpf_redir_neigh nh = {};
 	int i;
@@ -97,6 +100,7 @@ static __always_inline int pw_send(__u32 ifindex, const struct pw_addr *nexthop)
 		for (i = 0; i < 4; i++)
 			nh.ipv6_nh[i] = pw_addr_word(nexthop, i);
 	}
+	skb->mark |= cfg_mark;
 	return bpf_redirect_neigh(ifindex, &nh, sizeof(nh), 0);
 }
 
@@ -109,24 +113,25 @@ static __always_inline int pw_to_node(struct __sk_buff *skb, struct pw_pkt *p,
 {
 	__u32 id = f->to.id;
 	struct pw_node *node = bpf_map_lookup_elem(&pw_nodes, &id);
+	int tunnel = f->flags & PW_F_TUNNEL, via = tunnel && !(f->flags & PW_F_REPLY);
 
 	if (!node || !cfg_overlay_ifindex)
 		return pw_drop(skb, p, PW_DROP_NO_NODE);
-	if (node->flags & PW_NODE_DIRECT && pw_is_ingress(p)) {
+	if (node->flags & PW_NODE_DIRECT && !tunnel && p->hook != PW_TO_OVERLAY) {
 		pw_count(PW_FWD_DIRECT, p->hook, p->v6, skb->len);
-		return pw_send(node->ifindex, p->v6 ? &node->nexthop6 : &node->nexthop);
+		return pw_send(skb, node->ifindex, p->v6 ? &node->nexthop6 : &node->nexthop);
 	}
-	if (known && p->hook == PW_FROM_POD && pw_fits(skb, p, node) &&
-	    !pw_encap(skb, p, node, f->key_hash)) {
+	if (known && (p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV) &&
+	    pw_fits(skb, p, node) && !pw_encap(skb, p, node, f->key_hash, via)) {
 		pw_count(PW_FWD_ENCAP, p->hook, p->v6, skb->len);
-		return pw_send(node->ifindex, &node->nexthop);
+		return pw_send(skb, node->ifindex, &node->nexthop);
 	}
-	if (pw_write_macs(skb, node->mac))
+	if (pw_write_macs(skb, node->mac, via))
 		return pw_drop(skb, p, PW_DROP_HELPER);
 	if (pw_set_tunnel(skb, node))
 		return pw_drop(skb, p, PW_DROP_NO_NODE);
 	pw_count(PW_FWD_TUNNEL, p->hook, p->v6, skb->len);
-	if (!pw_is_ingress(p))
+	if (p->hook == PW_TO_OVERLAY)
 		return PW_NEXT;
 	skb->mark |= cfg_mark;
 	return bpf_redirect(cfg_overlay_ifindex, 0);
@@ -135,8 +140,15 @@ static __always_inline int pw_to_node(struct __sk_buff *skb, struct pw_pkt *p,
 static __always_inline int pw_to_wire(struct __sk_buff *skb, struct pw_pkt *p,
 				      const struct pw_flow *f)
 {
+	__u32 here = skb->ifindex;
+
+	/* The verifier wants the context read by itself, not through a pointer. */
+	asm volatile("" : "+r"(here));
 	pw_count(PW_FWD_WIRE, p->hook, p->v6, skb->len);
-	return pw_send(f->to.id, &f->nexthop);
+	/* The stack chose the same way, and has the neighbour's address. */
+	if (p->hook == PW_TO_NETDEV && f->to.id == here)
+		return PW_NEXT;
+	return pw_send(skb, f->to.id, &f->nexthop);
 }
 
 /*
@@ -151,6 +163,11 @@ static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
 {
 	int answer = p->hook == PW_FROM_POD && f->flags & PW_F_REPLY;
 
+	/* What the host sends itself stays where it is. */
+	if (p->hook == PW_TO_LO) {
+		pw_count(PW_FWD_HOST, p->hook, p->v6, skb->len);
+		return PW_NEXT;
+	}
 	/* Another port alone leaves the source, and its route, as they are. */
 	if (!f->service || (pw_is_ingress(p) && !answer)) {
 		if (!pw_is_ingress(p))

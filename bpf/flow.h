@@ -8,6 +8,7 @@
 #ifndef PW_FLOW_H
 #define PW_FLOW_H
 
+#include "churn.h"
 #include "maps.h"
 #include "metrics.h"
 #include "parse.h"
@@ -159,7 +160,7 @@ static __always_inline int pw_flow_whole(const struct pw_flow_key *k, const stru
 /* What promotion left behind goes first: nobody may take it for the flow. */
 static __always_inline void pw_flow_delete(const struct pw_flow_key *k)
 {
-	bpf_map_delete_elem(&pw_flows_new, k);
+	pw_new_delete(k);
 	bpf_map_delete_elem(&pw_flows, k);
 }
 

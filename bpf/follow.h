@@ -21,8 +21,20 @@ static __always_inline int pw_is_syn(const struct pw_pkt *p)
 static __always_inline int pw_current(const struct pw_pkt *p, const struct pw_flow *f)
 {
 	return f->verdict == PW_VERDICT_ALLOW && pw_same_place(&f->from, &p->from) && pw_fresh(f) &&
-	       pw_flow_whole(&p->key, f) && !(pw_is_syn(p) && pw_tcp_closed(f->tcp)) &&
+	       pw_flow_whole(&p->key, f) &&
+	       !(pw_is_syn(p) && (f->service || pw_tcp_closed(f->tcp))) &&
 	       f->last_seen + pw_flow_timeout(p->key.proto, f) > pw_now();
+}
+
+/*
+ * Is a SYN on this flow's tuple the first of a new one? After a closed one,
+ * and when its backend is gone.
+ */
+static __always_inline int pw_syn_starts(const struct pw_pkt *p, const struct pw_flow *f)
+{
+	if (pw_tcp_closed(f->tcp))
+		return 1;
+	return f->service && !(f->flags & PW_F_REPLY) && !pw_service_holds(&p->key, f);
 }
 
 /* How often a tuple is looked up anew when others are changing it. */
@@ -58,7 +70,7 @@ __noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow
 		p->from = from;
 		if (err)
 			return err == PW_DROP_SPOOFED_SOURCE ? PW_DROP_SPOOFED_FLOW : err;
-	} else if (!(pw_is_syn(p) && pw_tcp_closed(f->tcp)) &&
+	} else if (!(pw_is_syn(p) && pw_syn_starts(p, f)) &&
 		   !pw_flow_expired(&p->key, f, PW_SCRATCH_PACKET) && pw_flow_whole(&p->key, f)) {
 		err = 0;
 		if (!pw_fresh(f)) {
@@ -122,6 +134,16 @@ static __always_inline int pw_follow_error(struct __sk_buff *skb, struct pw_pkt 
 	if (err)
 		return pw_drop(skb, p, err);
 	return pw_act(skb, p, &s->fwd, PW_ACT_ERROR);
+}
+
+/* Is a packet of the host's own for us, on a device that is not ours? */
+static __always_inline int pw_host_follows(const struct pw_pkt *p)
+{
+	struct pw_flow *f = pw_flow_find(&p->key);
+
+	if (f && f->from.kind == PW_PLACE_HOST)
+		return 1;
+	return pw_service_find(&p->key.dst, p->key.dport, p->key.proto, 0) != NULL;
 }
 
 static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /*
  * tc ingress of the node's devices. Most of what arrives is the host's own
- * and is left alone, but for answers from services that the host called; what
- * is meant for a pod is decided here, because the host's FORWARD chain must
- * have no say in it. VXLAN of known flows is taken
- * apart here; the rest of it is left to the kernel's device, behind which
- * from_overlay decides.
+ * and is left alone. What is meant for a pod or a service, and the answers to what
+ * left under this node's address, are decided here: the host's FORWARD chain
+ * must have no say in it. VXLAN of known flows is taken apart here; the rest
+ * of it is left to the kernel's device, behind which from_overlay decides.
  */
 #include "decap.h"
 #include "follow.h"
@@ -15,12 +14,21 @@ static __always_inline int pw_is_vxlan(const struct pw_pkt *p)
 	return p->key.proto == IPPROTO_UDP && p->key.dport == cfg_vxlan_port;
 }
 
-/* The answer of a backend outside the tunnel to a service the host called. */
-static __always_inline int pw_answers_host(const struct pw_pkt *p)
+/* A service's address, or the answer to a packet that left translated. */
+static __always_inline int pw_is_ours(struct pw_pkt *p)
 {
-	struct pw_flow *f = pw_flow_find(&p->key);
+	struct pw_flow *f;
 
-	return f && f->to.kind == PW_PLACE_HOST && f->flags & PW_F_XLATE && f->flags & PW_F_REPLY;
+	if (p->kind != PW_KIND_FLOW)
+		return 0;
+	f = pw_flow_find(&p->key);
+	if (f && f->flags & PW_F_XLATE) {
+		p->service = f->service && !(f->flags & PW_F_REPLY);
+		return 1;
+	}
+	p->service = pw_service_find(&p->key.dst, p->key.dport, p->key.proto, 1) ||
+		     pw_service_lookup(&p->key.dst, 0, 0);
+	return p->service;
 }
 
 SEC("tc")
@@ -47,7 +55,7 @@ int from_netdev(struct __sk_buff *skb)
 	/* Every map would take it for IPv4, and so may whatever comes after. */
 	if (err == PW_DROP_V4_MAPPED)
 		return pw_drop(skb, &p, err);
-	if (!bpf_map_lookup_elem(&pw_endpoints, &p.key.dst) && (err || !pw_answers_host(&p)))
+	if (!bpf_map_lookup_elem(&pw_endpoints, &p.key.dst) && (err || !pw_is_ours(&p)))
 		return pw_pass(skb, &p);
 	if (err)
 		return pw_drop(skb, &p, err);

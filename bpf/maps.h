@@ -28,6 +28,14 @@ struct {
 	__uint(pinning, LIBBPF_PIN_BY_NAME);
 } pw_flows_new SEC(".maps");
 
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, PW_CHURN_ROWS);
+	__type(key, __u32);
+	__type(value, struct pw_churn_count);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_churn SEC(".maps");
+
 /* Generations. Full = the agent gives slot 1, shared by all that overflow. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);

@@ -8,6 +8,7 @@
 #define PW_NAT_H
 
 #include "parse.h"
+#include "sctp.h"
 
 static __always_inline __u32 pw_fold(__u64 sum)
 {
@@ -74,6 +75,28 @@ static __always_inline int pw_write_l3(struct __sk_buff *skb, struct pw_pkt *p,
 	return 0;
 }
 
+/* An echo's identifier; ICMPv6 counts the addresses in its checksum. */
+static __always_inline int pw_write_icmp(struct __sk_buff *skb, struct pw_pkt *p,
+					 const struct pw_flow *f, __u32 diff)
+{
+	__be16 old = bpf_htons(p->key.sport ?: p->key.dport);
+	__be16 id = bpf_htons(p->key.sport ? f->sport : f->dport);
+	__u32 off = p->l4 + offsetof(struct pw_icmphdr, check);
+
+	if (p->v6 && diff != 0xffff) {
+		if (bpf_l4_csum_replace(skb, off, 0, diff, BPF_F_PSEUDO_HDR))
+			return PW_DROP_HELPER;
+		/* As in pw_write_l4. */
+		bpf_csum_update(skb, diff);
+	}
+	if (old == id)
+		return 0;
+	if (bpf_l4_csum_replace(skb, off, old, id, 2) ||
+	    bpf_skb_store_bytes(skb, p->l4 + offsetof(struct pw_icmphdr, id), &id, sizeof(id), 0))
+		return PW_DROP_HELPER;
+	return 0;
+}
+
 /*
  * Ports and the transport checksum. bpf_l4_csum_replace knows whether the
  * checksum is final or still partial; a raw store would not.
@@ -91,11 +114,13 @@ static __always_inline int pw_write_l4(struct __sk_buff *skb, struct pw_pkt *p,
 	} else if (p->key.proto == IPPROTO_UDP) {
 		off += offsetof(struct udphdr, check);
 		flags = BPF_F_MARK_MANGLED_0;
+	} else if (p->key.proto == IPPROTO_ICMP || p->key.proto == IPPROTO_ICMPV6) {
+		return pw_write_icmp(skb, p, f, diff);
 	} else {
-		/* SCTP's CRC covers its ports and not the addresses. */
-		if (sport != f->sport || dport != f->dport)
-			return PW_DROP_SCTP_PORT;
-		return 0;
+		/* Where no checksum has the addresses, CHECKSUM_COMPLETE has. */
+		if (p->v6)
+			bpf_csum_update(skb, diff);
+		return p->key.proto == PW_PROTO_SCTP ? pw_write_sctp(skb, p, f) : 0;
 	}
 	if (diff != 0xffff && bpf_l4_csum_replace(skb, off, 0, diff, flags | BPF_F_PSEUDO_HDR))
 		return PW_DROP_HELPER;

@@ -73,7 +73,7 @@ struct pw_pkt {
 	__u16 l4;        /* offset of the transport header */
 	__u16 headers;   /* length of IP and transport headers */
 	__u8 ecn;        /* the two ECN bits (RFC 3168) */
-	__u8 pad;
+	__u8 service;    /* from outside to a service's address */
 	__u8 kind;       /* enum pw_kind */
 	__u8 v6;
 	__u8 ttl;        /* TTL or hop limit as it arrived */
@@ -113,6 +113,20 @@ static __always_inline int pw_addr_eq(const struct pw_addr *a, const struct pw_a
 	const __u64 *x = (const __u64 *)a->b, *y = (const __u64 *)b->b;
 
 	return x[0] == y[0] && x[1] == y[1];
+}
+
+static __always_inline int pw_addr_is_zero(const struct pw_addr *a)
+{
+	const __u64 *x = (const __u64 *)a->b;
+
+	return !(x[0] | x[1]);
+}
+
+static __always_inline int pw_addr_is_loopback(const struct pw_addr *a)
+{
+	const __u64 *x = (const __u64 *)a->b;
+
+	return !x[0] && (x[1] == bpf_cpu_to_be64(1) || (bpf_be64_to_cpu(x[1]) >> 24) == 0xffff7f);
 }
 
 static __always_inline int pw_addr_is_v4(const struct pw_addr *a)

@@ -5,6 +5,8 @@
 #include "from_pod.c"
 #include "maps.h"
 #include "sweep.c"
+#include "to_lo.c"
+#include "to_netdev.c"
 #include "to_overlay.c"
 #include "to_pod.c"
 
@@ -22,4 +24,5 @@ const volatile enum pw_identity pw_btf_identity = PW_ID_UNKNOWN;
 const volatile enum pw_peer_flags pw_btf_peer = PW_PEER_POD;
 const volatile enum pw_node_flags pw_btf_node = PW_NODE_DIRECT;
 const volatile enum pw_policy_kind pw_btf_policy = PW_POL_PORT;
+const volatile enum pw_churn_row pw_btf_churn = PW_CHURN_COUNTED;
 const volatile enum pw_backend_state pw_btf_backend = PW_BE_IN;

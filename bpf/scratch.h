@@ -31,6 +31,8 @@ struct pw_scratch {
 	struct pw_flow_key arg;  /* see pw_key_arg */
 	struct pw_target src;
 	struct pw_target dst;
+	__u32 svc_flags; /* enum pw_service_flags of the frontend that was called */
+	__u32 snat;      /* fwd.src is this node's: the source port must be, too */
 };
 
 struct {

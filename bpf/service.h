@@ -3,8 +3,11 @@
 #ifndef PW_SERVICE_H
 #define PW_SERVICE_H
 
-#include "parse.h"
+#include "flow.h"
 #include "maps.h"
+#include "parse.h"
+#include "policy.h"
+#include "scratch.h"
 
 static __always_inline struct pw_service *pw_service_lookup(const struct pw_addr *addr, __u16 port,
 							    __u8 proto)
@@ -15,31 +18,202 @@ static __always_inline struct pw_service *pw_service_lookup(const struct pw_addr
 }
 
 /*
- * Picks a backend evenly. A set is written whole before a service points at
- * it and outlives the switch, so a miss means that the set was replaced
- * between the two look-ups: read the service once more.
+ * The frontend of a tuple: the very address, or a NodePort on an address of
+ * a node; from outside on one of this node's own only.
  */
-static __always_inline struct pw_backend *pw_service_pick(const struct pw_addr *addr, __u16 port,
-							  __u8 proto, __u32 *id)
+static __always_inline struct pw_service *pw_service_find(const struct pw_addr *dst, __u16 port,
+							  __u8 proto, int own)
 {
-	struct pw_backend_key k = {};
-	struct pw_service *svc;
-	struct pw_backend *be;
+	struct pw_service_key k = { .addr = *dst, .port = port, .proto = proto };
+	struct pw_service *svc = bpf_map_lookup_elem(&pw_services, &k);
+	struct pw_peer *peer;
+
+	if (svc || port < cfg_nodeport_min || port > cfg_nodeport_max)
+		return svc;
+	peer = bpf_map_lookup_elem(&pw_addrs, &k.addr);
+	if (!peer || !(peer->flags & PW_PEER_NODEPORT) || (own && !(peer->flags & PW_PEER_HOST)))
+		return NULL;
+	if (pw_addr_is_v4(&k.addr))
+		pw_addr_v4(&k.addr, 0);
+	else
+		__builtin_memset(&k.addr, 0, sizeof(k.addr));
+	return bpf_map_lookup_elem(&pw_services, &k);
+}
+
+static __always_inline __u32 pw_backend_state(const struct pw_addr *addr, __u16 port, __u32 service)
+{
+	struct pw_backend_st_key k = { .addr = *addr, .service = service, .port = port };
+	__u32 *state = bpf_map_lookup_elem(&pw_backend_st, &k);
+
+	return state ? *state : 0;
+}
+
+/*
+ * Would this tuple still be translated as it was? Its frontend may be gone,
+ * new, or another service's by now, and the backend gone from the service.
+ * dst and dport are the tuple's, f the entry of its original direction.
+ */
+__noinline int pw_service_holds(const struct pw_flow_key *k, const struct pw_flow *f)
+{
+	struct pw_service *svc = NULL;
+
+	if (!k || !f)
+		return 1;
+	if (f->from.kind != PW_PLACE_NODE)
+		svc = pw_service_find(&k->dst, k->dport, k->proto, f->from.kind == PW_PLACE_WIRE);
+	if (!svc)
+		return !f->service;
+	return svc->id == f->service && pw_backend_state(&f->dst, f->dport, f->service);
+}
+
+/* loadBalancerSourceRanges: is the client in one of them? */
+static __always_inline int pw_in_ranges(__u32 service, const struct pw_addr *client)
+{
+	struct pw_src_range_key k = { .len = 32 + 128, .service = bpf_htonl(service) };
+
+	__builtin_memcpy(k.addr, client->b, sizeof(k.addr));
+	return bpf_map_lookup_elem(&pw_src_ranges, &k) != NULL;
+}
+
+/*
+ * Equal on every node for the same client, port and backends: where a load
+ * balancer sends the rest of a flow makes no difference. The node's address
+ * and the service's id, which differ from node to node, have no part in it.
+ */
+static __always_inline __u32 pw_client_hash(const struct pw_pkt *p, int sticky)
+{
+	__u64 h = ((__u64)(sticky ? 0 : p->key.sport) << 32) | ((__u32)p->key.dport << 8) |
+		  p->key.proto;
 	int i;
 
-	for (i = 0; i < 2; i++) {
-		svc = pw_service_lookup(addr, port, proto);
-		if (!svc || !svc->count)
-			return NULL;
-		*id = svc->id;
-		k.set = svc->set;
-		/* The high half of the product: even to within 1/2^32. */
-		k.slot = ((__u64)bpf_get_prandom_u32() * svc->count) >> 32;
-		be = bpf_map_lookup_elem(&pw_backends, &k);
-		if (be)
-			return be;
+#pragma unroll
+	for (i = 0; i < 4; i++)
+		h = (h ^ pw_addr_word(&p->key.src, i)) * 0x9e3779b97f4a7c15ULL;
+	return h >> 32;
+}
+
+/* A slot of the set, or -1 when its table was replaced meanwhile. */
+static __always_inline __s64 pw_pick_slot(const struct pw_pkt *p, const struct pw_service *svc,
+					  int ext)
+{
+	__u32 count = ext ? svc->ext_count : svc->count, i;
+	struct pw_maglev_slots *part;
+	struct pw_maglev_key k;
+
+	/* The high half of the product: even to within 1/2^32. */
+	if (!ext || !svc->maglev)
+		return ((__u64)bpf_get_prandom_u32() * count) >> 32;
+	i = pw_client_hash(p, svc->affinity != 0) % svc->maglev;
+	k.set = svc->ext_set;
+	k.chunk = i / PW_MAGLEV_CHUNK;
+	part = bpf_map_lookup_elem(&pw_maglev, &k);
+	if (!part)
+		return -1;
+	return part->slot[i % PW_MAGLEV_CHUNK];
+}
+
+/* The backend a client has had, if it may have it again. */
+static __always_inline int pw_affine(const struct pw_affinity_key *k, const struct pw_service *svc,
+				     int ext, struct pw_flow *fwd)
+{
+	struct pw_affinity_entry *e = bpf_map_lookup_elem(&pw_affinity, k);
+	__u64 now = pw_now();
+
+	if (!e || e->last_used + svc->affinity * PW_SEC <= now)
+		return 0;
+	fwd->dst = e->addr;
+	fwd->dport = e->port;
+	if (!(pw_backend_state(&fwd->dst, fwd->dport, svc->id) & (ext ? PW_BE_EXT : PW_BE_IN)))
+		return 0;
+	e->last_used = now;
+	return 1;
+}
+
+static __always_inline void pw_affine_set(const struct pw_affinity_key *k,
+					  const struct pw_flow *fwd)
+{
+	struct pw_affinity_entry e = {
+		.addr = fwd->dst,
+		.last_used = pw_now(),
+		.port = fwd->dport,
+	};
+
+	bpf_map_update_elem(&pw_affinity, k, &e, BPF_ANY);
+}
+
+/* A backend of the service into s->fwd. 0, a reason, or -1: look again. */
+static __always_inline int pw_service_pick(const struct pw_pkt *p, struct pw_scratch *s,
+					   const struct pw_service *svc, int ext)
+{
+	struct pw_affinity_key client = { .client = p->key.src, .service = svc->id };
+	struct pw_backend_key k;
+	struct pw_backend *be;
+	__s64 slot;
+
+	if (!(ext ? svc->ext_count : svc->count)) {
+		if (svc->flags & (ext ? PW_SVC_NO_LOCAL_EXT : PW_SVC_NO_LOCAL))
+			return ext ? PW_DROP_NO_LOCAL_EXTERNAL : PW_DROP_NO_LOCAL_INTERNAL;
+		return PW_DROP_NO_BACKEND;
 	}
-	return NULL;
+	if (svc->affinity && pw_affine(&client, svc, ext, &s->fwd))
+		return 0;
+	slot = pw_pick_slot(p, svc, ext);
+	if (slot < 0)
+		return -1;
+	k.set = ext ? svc->ext_set : svc->set;
+	k.slot = slot;
+	be = bpf_map_lookup_elem(&pw_backends, &k);
+	if (!be)
+		return -1;
+	s->fwd.dst = be->addr;
+	s->fwd.dport = be->port;
+	if (svc->affinity)
+		pw_affine_set(&client, &s->fwd);
+	return 0;
+}
+
+/*
+ * The service's part of a decision: sets s->fwd.dst and dport. A set is
+ * written whole before a service points at it and outlives the switch, so a
+ * miss means that it was replaced between two look-ups: read the service once
+ * more. Returns 0 or a reason.
+ */
+__noinline int pw_select(const struct pw_pkt *p)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_service *svc;
+	int i, err, ext;
+
+	if (!p || !s)
+		return PW_DROP_HELPER;
+	s->fwd.dst = p->key.dst;
+	s->fwd.dport = p->key.dport;
+	s->svc_flags = 0;
+	/* What another node sends here was translated there. */
+	if (p->from.kind == PW_PLACE_NODE)
+		return 0;
+	ext = p->from.kind == PW_PLACE_WIRE;
+	for (i = 0; i < 2 && pw_has_ports(p->key.proto); i++) {
+		svc = pw_service_find(&p->key.dst, p->key.dport, p->key.proto, ext);
+		if (!svc)
+			break;
+		if (svc->flags & PW_SVC_SOURCE_RANGES && !pw_in_ranges(svc->id, &p->key.src))
+			return PW_DROP_SOURCE_RANGE;
+		err = pw_service_pick(p, s, svc, ext);
+		if (err > 0)
+			return err;
+		if (!err) {
+			s->fwd.service = svc->id;
+			s->fwd.flags |= PW_F_XLATE;
+			s->svc_flags = svc->flags;
+			return 0;
+		}
+		if (i)
+			return PW_DROP_NO_BACKEND;
+	}
+	if (pw_service_lookup(&p->key.dst, 0, 0))
+		return PW_DROP_NO_SERVICE_PORT;
+	return 0;
 }
 
 #endif

@@ -26,7 +26,7 @@ static long pw_sweep_one(__u32 i, struct pw_sweep *c)
 	f = pw_flow_find(&k);
 	/* What promotion left behind, while the flow itself lives. */
 	if (f && f->flags & PW_F_CONFIRMED)
-		bpf_map_delete_elem(&pw_flows_new, &k);
+		pw_new_delete(&k);
 	if (!f || !pw_flow_expired(&k, f, PW_SCRATCH_SWEEP) ||
 	    !pw_flow_claim(&k, f, PW_SCRATCH_SWEEP))
 		return 0;

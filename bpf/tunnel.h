@@ -45,7 +45,7 @@ static __always_inline int pw_fits(const struct __sk_buff *skb, const struct pw_
  * changed and the device takes the packet. Returns 0 when done.
  */
 static __always_inline int pw_encap(struct __sk_buff *skb, const struct pw_pkt *p,
-				    const struct pw_node *node, __u32 hash)
+				    const struct pw_node *node, __u32 hash, int via)
 {
 	__u64 flags = BPF_F_ADJ_ROOM_FIXED_GSO | BPF_F_ADJ_ROOM_ENCAP_L3_IPV4 |
 		      BPF_F_ADJ_ROOM_ENCAP_L4_UDP | BPF_F_ADJ_ROOM_ENCAP_L2(ETH_HLEN) |
@@ -84,6 +84,9 @@ static __always_inline int pw_encap(struct __sk_buff *skb, const struct pw_pkt *
 		udp->len = bpf_htons(len - sizeof(*ip));
 		if (p->v6)
 			inner->h_proto = bpf_htons(ETH_P_IPV6);
+		/* PW_SRC_MAC and PW_VIA_MAC differ in their last byte. */
+		if (via)
+			inner->h_source[5] = 2;
 	}
 	return 0;
 }

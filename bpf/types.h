@@ -84,12 +84,13 @@ enum pw_reason {
 	PW_DROP_MULTICAST = 56,      /* multicast or broadcast from or to a pod */
 	PW_DROP_HELPER = 57,         /* a kernel helper refused: should not happen */
 	PW_DROP_TOO_BIG = 58,
-	PW_DROP_SCTP_PORT = 59,      /* SCTP port translation is not supported */
+	/* 59 is free: it was SCTP port translation, which had no support. */
 	PW_DROP_NO_LOCAL_INTERNAL = 60, /* internalTrafficPolicy Local, none on this node */
 	PW_DROP_NO_LOCAL_EXTERNAL = 61, /* externalTrafficPolicy Local, none on this node */
 	PW_DROP_SOURCE_RANGE = 62,   /* not in the service's loadBalancerSourceRanges */
 	PW_DROP_NO_SOURCE = 63,      /* no address of this node to send it under */
 	PW_DROP_NO_PORT = 64,        /* every source port tried is taken */
+	PW_DROP_STRAY = 65, /* RST or SYN-ACK of no flow that would need a port of ours */
 
 	PW_REASON_MAX = 128,
 };
@@ -139,7 +140,7 @@ PW_ASSERT_SIZE(struct pw_flow_key, 40);
 /* A place packets come from or go to. */
 enum pw_place_kind {
 	PW_PLACE_NONE = 0,
-	PW_PLACE_POD = 1,  /* id = ifindex of the host-side veth */
+	PW_PLACE_POD = 1, /* id = ifindex of the host-side veth */
 	PW_PLACE_NODE = 2, /* id = node id: through the tunnel */
 	PW_PLACE_WIRE = 3, /* id = ifindex to send by; arrivals match any device */
 	PW_PLACE_HOST = 4, /* this node's own stack; id = 0 */
@@ -160,18 +161,18 @@ struct pw_gen_ref {
 PW_ASSERT_SIZE(struct pw_gen_ref, 8);
 
 enum pw_flow_flags {
-	PW_F_REPLY = 1,     /* entry of the reply direction */
-	PW_F_XLATE = 2,     /* src/dst/ports below differ from the key */
-	PW_F_REPLIED = 4,   /* a reply was seen (kept in the original's entry) */
+	PW_F_REPLY = 1, /* entry of the reply direction */
+	PW_F_XLATE = 2, /* src/dst/ports below differ from the key */
+	PW_F_REPLIED = 4, /* a reply was seen (kept in the original's entry) */
 	PW_F_CONFIRMED = 8, /* lives in pw_flows */
 	PW_F_MIDSTREAM = 16, /* TCP picked up without its SYN */
-	PW_F_CLAMP = 32,    /* TCP that enters the tunnel from outside: MSS is limited */
-	PW_F_TUNNEL = 64,   /* to a node: by the tunnel in every routing mode, and in
+	PW_F_CLAMP = 32, /* TCP that enters the tunnel from outside: MSS is limited */
+	PW_F_TUNNEL = 64, /* to a node: by the tunnel in every routing mode, and in
 			     * the original direction with the mark of an entry node */
 };
 
 enum pw_tcp_state {
-	PW_TCP_FIN_ORIG = 1,  /* FIN seen from the initiator */
+	PW_TCP_FIN_ORIG = 1, /* FIN seen from the initiator */
 	PW_TCP_FIN_REPLY = 2, /* FIN seen from the responder */
 	PW_TCP_RST = 4,
 };
@@ -193,24 +194,40 @@ struct pw_flow {
 	struct pw_addr dst;
 	__u16 sport;
 	__u16 dport;
-	__u16 twin_via;     /* via of the other direction's key */
-	__u8 mac[6];        /* PW_PLACE_POD: destination MAC of the delivery */
-	__u8 flags;         /* enum pw_flow_flags */
-	__u8 tcp;           /* enum pw_tcp_state */
-	__u8 verdict;       /* enum pw_verdict */
-	__u8 reason;        /* enum pw_reason of a denial, else 0 */
+	__u16 twin_via; /* via of the other direction's key */
+	__u8 mac[6]; /* PW_PLACE_POD: destination MAC of the delivery */
+	__u8 flags; /* enum pw_flow_flags */
+	__u8 tcp; /* enum pw_tcp_state */
+	__u8 verdict; /* enum pw_verdict */
+	__u8 reason; /* enum pw_reason of a denial, else 0 */
 	struct pw_place from; /* where these packets must come from */
 	struct pw_place to;
 	struct pw_addr nexthop; /* PW_PLACE_WIRE */
 	struct pw_gen_ref src_gen; /* of the ORIGINAL direction's source */
 	struct pw_gen_ref dst_gen; /* and (translated) destination */
-	__u32 service;      /* id of the service, 0 = none */
-	__u32 rule;         /* rule reference of the verdict, 0 = not isolated */
-	__u32 key_hash;     /* of the key; 0 = being removed: a recycled or claimed
+	__u32 service; /* id of the service, 0 = none */
+	__u32 rule; /* rule reference of the verdict, 0 = not isolated */
+	__u32 key_hash; /* of the key; 0 = being removed: a recycled or claimed
 			     * value is recognised */
 	__u32 pad;
 };
 PW_ASSERT_SIZE(struct pw_flow, 128);
+
+/*
+ * What programs did to pw_flows_new. Entries less than inserted - removed
+ * were pushed out (or deleted by hand).
+ */
+struct pw_churn_count {
+	__u64 inserted; /* new keys */
+	__u64 removed;
+};
+PW_ASSERT_SIZE(struct pw_churn_count, 16);
+
+enum pw_churn_row {
+	PW_CHURN_COUNTED = 0, /* by the programs */
+	PW_CHURN_FOUND = 1,   /* by the agent: entries from before the counting */
+	PW_CHURN_ROWS = 2,
+};
 
 /* ---- services ------------------------------------------------------- */
 
@@ -230,12 +247,12 @@ struct pw_service_key {
 PW_ASSERT_SIZE(struct pw_service_key, 24);
 
 enum pw_service_flags {
-	PW_SVC_ADDR_OWNED = 1,    /* the {addr, 0, 0} entry */
-	PW_SVC_EXTERNAL = 2,      /* NodePort, load-balancer IP, external IP, host port */
-	PW_SVC_NO_LOCAL = 4,      /* set is empty because no endpoint is on this node */
-	PW_SVC_NO_LOCAL_EXT = 8,  /* the same of ext_set */
+	PW_SVC_ADDR_OWNED = 1, /* the {addr, 0, 0} entry */
+	PW_SVC_EXTERNAL = 2, /* NodePort, load-balancer IP, external IP, host port */
+	PW_SVC_NO_LOCAL = 4, /* set is empty because no endpoint is on this node */
+	PW_SVC_NO_LOCAL_EXT = 8, /* the same of ext_set */
 	PW_SVC_SOURCE_RANGES = 16, /* only for clients in pw_src_ranges */
-	PW_SVC_KEEP_SOURCE = 32,  /* externalTrafficPolicy Local: never snat */
+	PW_SVC_KEEP_SOURCE = 32, /* externalTrafficPolicy Local: never snat */
 };
 
 /*
@@ -245,14 +262,14 @@ enum pw_service_flags {
  * NO_LOCAL says so.
  */
 struct pw_service {
-	__u32 id;        /* of the service port; never 0, except in {addr, 0, 0} */
-	__u32 set;       /* backend set; 0 = none */
-	__u32 count;     /* backends in the set: slots 0 .. count-1 */
+	__u32 id; /* of the service port; never 0, except in {addr, 0, 0} */
+	__u32 set; /* backend set; 0 = none */
+	__u32 count; /* backends in the set: slots 0 .. count-1 */
 	__u32 ext_set;
 	__u32 ext_count;
-	__u32 maglev;    /* size of ext_set's table in pw_maglev, 0 = even choice */
-	__u32 affinity;  /* seconds a client stays with its backend, 0 = none */
-	__u32 flags;     /* enum pw_service_flags */
+	__u32 maglev; /* size of ext_set's table in pw_maglev, 0 = even choice */
+	__u32 affinity; /* seconds a client stays with its backend, 0 = none */
+	__u32 flags; /* enum pw_service_flags */
 };
 PW_ASSERT_SIZE(struct pw_service, 32);
 
@@ -280,8 +297,8 @@ struct pw_backend_st_key {
 PW_ASSERT_SIZE(struct pw_backend_st_key, 24);
 
 enum pw_backend_state {
-	PW_BE_IN = 1,      /* in the service's set */
-	PW_BE_EXT = 2,     /* in its ext_set */
+	PW_BE_IN = 1, /* in the service's set */
+	PW_BE_EXT = 2, /* in its ext_set */
 	PW_BE_SERVING = 4, /* serves what it has: UDP flows stay with it */
 };
 
@@ -340,13 +357,13 @@ PW_ASSERT_SIZE(struct pw_dev_addr, 32);
 
 /* A pod address of this node. policy_*: table id, 0 = not isolated. */
 struct pw_endpoint {
-	__u32 id;      /* endpoint id, unique on the node */
+	__u32 id; /* endpoint id, unique on the node */
 	__u32 ifindex; /* of the host-side veth */
 	__u32 policy_in;
 	__u32 policy_out;
 	__u32 identity;
-	__u32 slot;    /* of pw_gens: moves when anything here changes */
-	__u8 mac[6];   /* of the pod's interface */
+	__u32 slot; /* of pw_gens: moves when anything here changes */
+	__u8 mac[6]; /* of the pod's interface */
 	__u16 flags;
 };
 PW_ASSERT_SIZE(struct pw_endpoint, 32);
@@ -355,18 +372,18 @@ PW_ASSERT_SIZE(struct pw_endpoint, 32);
 enum pw_identity {
 	PW_ID_UNKNOWN = 0,
 	PW_ID_WORLD = 1,
-	PW_ID_HOST = 2,        /* this node */
+	PW_ID_HOST = 2, /* this node */
 	PW_ID_REMOTE_NODE = 3,
-	PW_ID_POD = 4,         /* pods that no policy tells apart */
+	PW_ID_POD = 4, /* pods that no policy tells apart */
 	PW_ID_FIRST_DYNAMIC = 256,
 };
 
 enum pw_peer_flags {
-	PW_PEER_POD = 1,      /* a pod, or inside some node's pod CIDR */
-	PW_PEER_NODE = 2,     /* an address of another node */
-	PW_PEER_HOST = 4,     /* an address of this node */
-	PW_PEER_SERVICE = 8,  /* service range */
-	PW_PEER_LOCAL = 16,   /* this node's pod CIDR: no endpoint = blackhole */
+	PW_PEER_POD = 1, /* a pod, or inside some node's pod CIDR */
+	PW_PEER_NODE = 2, /* an address of another node */
+	PW_PEER_HOST = 4, /* an address of this node */
+	PW_PEER_SERVICE = 8, /* service range */
+	PW_PEER_LOCAL = 16, /* this node's pod CIDR: no endpoint = blackhole */
 	PW_PEER_NODEPORT = 32, /* a node's address on which NodePorts answer */
 };
 
@@ -400,14 +417,14 @@ enum pw_node_flags {
  * in it; header_sum is the ones' complement sum of its IPv4 header.
  */
 struct pw_node {
-	struct pw_addr addr;    /* outer destination */
+	struct pw_addr addr; /* outer destination */
 	struct pw_addr nexthop; /* towards addr */
 	struct pw_addr nexthop6; /* the same for IPv6 when routed directly */
-	__u32 ifindex;          /* device towards addr */
-	__u16 mtu;              /* inner IP bytes that fit a frame; 0 = not known */
+	__u32 ifindex; /* device towards addr */
+	__u16 mtu; /* inner IP bytes that fit a frame; 0 = not known */
 	__u16 header_sum;
-	__u8 mac[6];            /* of its podweir.vxlan */
-	__u16 flags;            /* enum pw_node_flags */
+	__u8 mac[6]; /* of its podweir.vxlan */
+	__u16 flags; /* enum pw_node_flags */
 	__u8 header[64];
 };
 PW_ASSERT_SIZE(struct pw_node, 128);
@@ -424,9 +441,9 @@ PW_ASSERT_SIZE(struct pw_node, 128);
 /* ---- policy --------------------------------------------------------- */
 
 enum pw_policy_kind {
-	PW_POL_PORT = 0,  /* port is a port number */
+	PW_POL_PORT = 0, /* port is a port number */
 	PW_POL_CLASS = 1, /* port is a class from pw_port_class */
-	PW_POL_ANY = 2,   /* any protocol and port: proto and port are 0 */
+	PW_POL_ANY = 2, /* any protocol and port: proto and port are 0 */
 };
 
 /*
@@ -444,8 +461,8 @@ struct pw_policy_key {
 PW_ASSERT_SIZE(struct pw_policy_key, 12);
 
 struct pw_policy_entry {
-	__u32 rule;    /* reference into the agent's rule list, never 0 */
-	__u8 verdict;  /* enum pw_verdict */
+	__u32 rule; /* reference into the agent's rule list, never 0 */
+	__u8 verdict; /* enum pw_verdict */
 	__u8 pad[3];
 };
 PW_ASSERT_SIZE(struct pw_policy_entry, 8);

@@ -13,7 +13,7 @@ for tool in "$CLANG" "$STRIP"; do
 	}
 done
 
-types=(pw_addr pw_counter pw_flow_key pw_flow pw_place pw_gen_ref
+types=(pw_addr pw_counter pw_churn_count pw_flow_key pw_flow pw_place pw_gen_ref
 	pw_service_key pw_service pw_backend_key pw_backend pw_endpoint pw_peer
 	pw_prefix_key pw_node pw_policy_key pw_policy_entry
 	pw_backend_st_key pw_maglev_key pw_maglev_slots pw_affinity_key pw_affinity_entry

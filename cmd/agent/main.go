@@ -6,11 +6,13 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/netip"
 	"os"
 	"os/signal"
 	"path/filepath"
 	"runtime/debug"
+	"strconv"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -71,6 +73,8 @@ When it stops, programs and maps stay in place and traffic goes on;
 	fs.StringVar(&f.Manifests, "manifests", "", "folder to read objects from instead of the API server")
 	fs.StringVar(&f.Kubeconfig, "kubeconfig", "", "file that says how to reach the API server (default: the pod's service account)")
 	fs.StringVar(&f.Listen, "listen", agent.DefaultListen, "TCP address for /healthz, /readyz and /metrics; empty for none")
+	fs.StringVar(&f.HealthzBind, "healthz-bind-address", agent.DefaultHealthz, "TCP address for /healthz and /livez as kube-proxy has them, for load balancers and the kubelet; empty for none")
+	fs.StringVar(&f.MetricsBind, "metrics-bind-address", "", "further TCP address for /metrics, such as kube-proxy's 127.0.0.1:10249 (default none)")
 	fs.StringSliceVar(&f.serviceCIDRs, "service-cidr", nil, "ranges of cluster IPs, besides those of ServiceCIDR objects")
 	fs.IntVar(&f.MTU, "mtu", 0, "MTU of pods (0: what the node's device leaves for the tunnel)")
 	fs.StringVar(&f.mode, "routing-mode", string(tunnel.ModeVXLAN), "between nodes: vxlan, cross-subnet (tunnel only to nodes behind a router) or direct (the network routes pod ranges)")
@@ -160,6 +164,21 @@ func (f *flags) complete() (err error) {
 	}
 	if f.Mark == 0x4000 || f.Mark == 0x8000 {
 		return fmt.Errorf("--mark %#x is kube-proxy's; choose another bit", f.Mark)
+	}
+	for name, addr := range map[string]string{"--healthz-bind-address": f.HealthzBind, "--metrics-bind-address": f.MetricsBind} {
+		if addr == "" {
+			continue
+		}
+		host, port, err := net.SplitHostPort(addr)
+		if err == nil {
+			_, err = strconv.ParseUint(port, 10, 16)
+		}
+		if err == nil && host != "" {
+			_, err = netip.ParseAddr(host)
+		}
+		if err != nil {
+			return fmt.Errorf("%s %q: must be ADDRESS:PORT, such as 0.0.0.0:10256 or [::1]:10249, or empty: %w", name, addr, err)
+		}
 	}
 	for name, path := range map[string]*string{"--bpffs": &f.BPFFS, "--state-dir": &f.StateDir, "--socket": &f.Socket} {
 		if *path == "" {

@@ -13,6 +13,7 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/podweir/podweir/internal/health"
 	"github.com/podweir/podweir/internal/ipam"
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/internal/node"
@@ -27,6 +28,7 @@ type Datapath interface {
 	Maps() maps.Set
 	AttachNetdev(ctx context.Context, ifindex int, name string) error
 	AttachOverlay(ctx context.Context, ifindex int, name string) error
+	AttachLoopback(ctx context.Context, ifindex int, name string) error
 	SetOverlay(ctx context.Context, ifindex int) error
 	Detach(ctx context.Context, ifindex int) error
 	Verify(ctx context.Context) ([]string, error)
@@ -65,6 +67,7 @@ type Agent struct {
 	stack  Stack
 	ipam   *ipam.Allocator
 	eps    *endpoints
+	health *health.Proxy
 
 	peers    *peers
 	services *services
@@ -78,17 +81,19 @@ type Agent struct {
 	mtu    atomic.Int64
 
 	// Of the loop alone.
-	dirty    dirty
-	watch    watches
-	svcs     statedb.ChangeIterator[*corev1.Service]
-	slices   statedb.ChangeIterator[*discoveryv1.EndpointSlice]
-	sliceOf  map[string]types.NamespacedName // slice -> service, to see it move
-	retry    map[types.NamespacedName]time.Time
-	problems map[string][]table.Problem // by what they are about
-	synced   bool
-	full     bool // the first full round is done
-	world    world
-	stats    stats
+	dirty     dirty
+	watch     watches
+	svcs      statedb.ChangeIterator[*corev1.Service]
+	slices    statedb.ChangeIterator[*discoveryv1.EndpointSlice]
+	sliceOf   map[string]types.NamespacedName // slice -> service, to see it move
+	retry     map[types.NamespacedName]time.Time
+	problems  map[string][]table.Problem // by what they are about
+	synced    bool
+	full      bool // the first full round is done
+	world     world
+	stats     stats
+	checks    checks
+	unwritten map[service.Owner]struct{} // services that a map refused a part of
 }
 
 // world is what the last round knew.
@@ -141,6 +146,9 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 		problems: make(map[string][]table.Problem),
 	}
 	a.world.attached = make(map[int]string)
+	a.health = health.New(health.DefaultTimeout, time.Now, a.noLocal)
+	a.checks = newChecks(a.health)
+	a.unwritten = make(map[service.Owner]struct{})
 	a.dirty.services = make(map[types.NamespacedName]struct{})
 	var err error
 	st := storesOf(dp.Maps())
@@ -188,6 +196,7 @@ func (a *Agent) do(ctx context.Context, f func()) error {
 // Run is the loop. It returns when ctx ends, leaving everything in place.
 func (a *Agent) Run(ctx context.Context) error {
 	defer a.eps.stop()
+	defer a.checks.servers.Close()
 	events, err := a.stack.Watch(ctx)
 	if err != nil {
 		return fmt.Errorf("follow the node's devices: %w", err)
@@ -252,8 +261,10 @@ func (a *Agent) Run(ctx context.Context) error {
 			timer.Reset(earliest.Sub(now))
 			continue
 		}
+		full := a.beginRound()
 		next := a.round(ctx)
 		took := time.Since(now)
+		a.endRound(full)
 		a.stats.rounds++
 		a.stats.last = took
 		a.stats.total += took

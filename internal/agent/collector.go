@@ -18,7 +18,8 @@ type collector struct {
 	packets, bytes, events       *prometheus.Desc
 	entries, capacity            *prometheus.Desc
 	rounds, roundTime, lastRound *prometheus.Desc
-	compiled, bumps, removed     *prometheus.Desc
+	compiled, bumps              *prometheus.Desc
+	removed, evicted             *prometheus.Desc
 	problems, ready, readErrors  *prometheus.Desc
 }
 
@@ -39,6 +40,7 @@ func newCollector(a *Agent, set maps.Set, sweep *sweeper) *collector {
 		compiled:   d("services_compiled_total", "Services compiled."),
 		bumps:      d("generations_moved_total", "Generations moved."),
 		removed:    d("flows_expired_total", "Flow entries removed by the sweeper."),
+		evicted:    d("flow_evictions_total", "Unconfirmed flow entries pushed out by newer ones, as of the last sweep."),
 		problems:   d("problems", "Objects and devices that cannot be used at present."),
 		ready:      d("ready", "1 when the agent is ready."),
 		readErrors: d("scrape_error", "1 when something could not be read for this scrape."),
@@ -49,7 +51,7 @@ func newCollector(a *Agent, set maps.Set, sweep *sweeper) *collector {
 func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		c.packets, c.bytes, c.events, c.entries, c.capacity, c.rounds, c.roundTime, c.lastRound,
-		c.compiled, c.bumps, c.removed, c.problems, c.ready, c.readErrors,
+		c.compiled, c.bumps, c.removed, c.evicted, c.problems, c.ready, c.readErrors,
 	} {
 		ch <- d
 	}
@@ -80,6 +82,10 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	gauge(c.entries, float64(c.sweep.confirmed.Load()), c.set.Flows.Name())
 	gauge(c.entries, float64(c.sweep.fresh.Load()), c.set.FlowsNew.Name())
 	counter(c.removed, float64(c.sweep.removed.Load()))
+	// The count outlives the agent: before it is known, 0 would be a lie.
+	if c.sweep.evicted.known.Load() {
+		counter(c.evicted, float64(c.sweep.evicted.total.Load()))
+	}
 	for name, n := range map[string]int{
 		c.set.Flows.Name(): c.set.Flows.MaxEntries(), c.set.FlowsNew.Name(): c.set.FlowsNew.MaxEntries(),
 		c.set.Gens.Name(): c.set.Gens.MaxEntries(), c.set.Services.Name(): c.set.Services.MaxEntries(),

@@ -58,6 +58,10 @@ func (d *fakeDatapath) AttachOverlay(ctx context.Context, ifindex int, name stri
 	return d.AttachNetdev(ctx, ifindex, name)
 }
 
+func (d *fakeDatapath) AttachLoopback(ctx context.Context, ifindex int, name string) error {
+	return d.AttachNetdev(ctx, ifindex, name)
+}
+
 func (d *fakeDatapath) SetOverlay(_ context.Context, ifindex int) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -22,9 +22,9 @@ import (
 
 // publicHandler answers on the TCP address: health and counters, nothing that
 // names objects.
-func (a *Agent) publicHandler(c prometheus.Collector) (*http.ServeMux, error) {
+func (a *Agent) publicHandler(own prometheus.Collector) (*http.ServeMux, error) {
 	reg := prometheus.NewRegistry()
-	for _, c := range []prometheus.Collector{c, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{})} {
+	for _, c := range []prometheus.Collector{own, a.health, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{})} {
 		if err := reg.Register(c); err != nil {
 			return nil, err
 		}

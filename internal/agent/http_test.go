@@ -23,6 +23,8 @@ func serveBench(t *testing.T, b *agentBench) func(path string) (int, string) {
 	t.Helper()
 	sweep := newSweeper(b.dp.set, func(maps.FlowKey, maps.Flow) time.Duration { return time.Minute },
 		func([]maps.FlowKey) (int, error) { return 0, nil }, b.a.log)
+	sweep.evicted.total.Store(7)
+	sweep.evicted.known.Store(true)
 	public, err := b.a.publicHandler(newCollector(b.a, b.dp.set, sweep))
 	if err != nil {
 		t.Fatal(err)
@@ -121,7 +123,7 @@ func TestAnswers(t *testing.T) {
 	for _, want := range []string{
 		`podweir_map_entries{map="pw_services"} 2`,
 		`podweir_map_capacity{map="pw_services"} 65536`,
-		"podweir_ready 1", "podweir_problems 0", "podweir_scrape_error 0",
+		"podweir_flow_evictions_total 7", "podweir_ready 1", "podweir_problems 0", "podweir_scrape_error 0",
 	} {
 		if !strings.Contains(body, want) {
 			t.Errorf("/metrics (%d) lacks %q", code, want)

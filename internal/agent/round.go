@@ -14,6 +14,7 @@ import (
 	networkingv1 "k8s.io/api/networking/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/podweir/podweir/internal/health"
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/internal/node"
 	"github.com/podweir/podweir/internal/policy"
@@ -61,6 +62,7 @@ func (a *Agent) round(ctx context.Context) time.Time {
 		next = sooner(next, time.Now().Add(time.Second))
 	}
 	a.problem("generations", "", err)
+	a.syncChecks()
 	a.publish()
 	return a.comeBack(next)
 }
@@ -100,7 +102,9 @@ func (a *Agent) readNodes(txn statedb.ReadTxn) {
 		}
 	}
 	zone := ""
-	if self, _, ok := a.tables.Nodes.Get(txn, table.ByName[*corev1.Node]("", a.opt.NodeName)); ok {
+	self, _, ok := a.tables.Nodes.Get(txn, table.ByName[*corev1.Node]("", a.opt.NodeName))
+	a.health.SetNode(self)
+	if ok {
 		zone = self.Labels[corev1.LabelTopologyZone]
 	}
 	if zone != a.world.zone {
@@ -249,12 +253,15 @@ func (a *Agent) serviceCIDRs(objects []*networkingv1.ServiceCIDR) []netip.Prefix
 func (a *Agent) syncServices(txn statedb.ReadTxn) {
 	changed, watch := a.svcs.Next(txn)
 	a.watch.services = watch
+	var seen health.Changes
 	for c := range changed {
+		seen.Services++
 		a.dirty.services[types.NamespacedName{Namespace: c.Object.Namespace, Name: c.Object.Name}] = struct{}{}
 	}
 	changedSlices, watch := a.slices.Next(txn)
 	a.watch.slices = watch
 	for c := range changedSlices {
+		seen.Slice(c.Object, c.Deleted)
 		key := table.Key(c.Object.Namespace, c.Object.Name)
 		if old, ok := a.sliceOf[key]; ok {
 			a.dirty.services[old] = struct{}{}
@@ -266,6 +273,7 @@ func (a *Agent) syncServices(txn statedb.ReadTxn) {
 			a.sliceOf[key] = svc
 		}
 	}
+	a.health.Queued(seen)
 	now := time.Now()
 	for name, at := range a.retry {
 		if !now.Before(at) {
@@ -284,6 +292,7 @@ func (a *Agent) syncServices(txn statedb.ReadTxn) {
 		key := "Service " + name.String()
 		delete(a.problems, key)
 		delete(a.retry, name)
+		delete(a.unwritten, owner)
 		svc, _, ok := a.tables.Services.Get(txn, table.ByName[*corev1.Service](name.Namespace, name.Name))
 		if !ok {
 			batch[owner] = service.Compiled{}
@@ -296,6 +305,7 @@ func (a *Agent) syncServices(txn statedb.ReadTxn) {
 		batch[owner] = c
 	}
 	a.stats.services += uint64(len(batch))
+	a.wantChecks(batch)
 	a.dirty.services = make(map[types.NamespacedName]struct{})
 	again, errs := a.services.apply(batch)
 	for _, o := range again {
@@ -305,6 +315,7 @@ func (a *Agent) syncServices(txn statedb.ReadTxn) {
 		key := o.String()
 		a.problems[key] = append(a.problems[key], problems(key, err)...)
 		a.retry[types.NamespacedName{Namespace: o.Namespace, Name: o.Name}] = now.Add(serviceRetry)
+		a.noteUnwritten(o, err)
 	}
 }
 
@@ -351,6 +362,13 @@ func (a *Agent) syncPrograms(ctx context.Context) {
 	for _, d := range w.outside {
 		wanted[d.Index] = d.Name
 	}
+	lo := 0
+	for _, d := range w.devices {
+		if d.Name == node.Loopback {
+			lo = d.Index
+			wanted[lo] = d.Name
+		}
+	}
 	for index, name := range w.attached {
 		if wanted[index] == name {
 			continue
@@ -365,8 +383,11 @@ func (a *Agent) syncPrograms(ctx context.Context) {
 			continue
 		}
 		attach := a.dp.AttachNetdev
-		if index == w.overlay {
+		switch index {
+		case w.overlay:
 			attach = a.dp.AttachOverlay
+		case lo:
+			attach = a.dp.AttachLoopback
 		}
 		if err := attach(ctx, index, name); err != nil {
 			errs = append(errs, fmt.Errorf("device %s: attach: %w", name, err))

@@ -33,6 +33,7 @@ const (
 	DefaultSocket   = "/run/podweir/agent.sock"
 	DefaultStateDir = "/var/lib/podweir"
 	DefaultListen   = "127.0.0.1:9964"
+	DefaultHealthz  = "0.0.0.0:10256" // kube-proxy's
 	DefaultVNI      = 4096
 	DefaultMark     = 0x1000
 )
@@ -47,6 +48,8 @@ type Config struct {
 	StateDir      string
 	Socket        string
 	Listen        string         // empty = not on TCP
+	HealthzBind   string         // for kube-proxy's /healthz and /livez; empty = not served
+	MetricsBind   string         // for the metrics once more; empty = not
 	ServiceCIDRs  []netip.Prefix // besides those of ServiceCIDR objects
 	MTU           int            // of pods; 0 = from the node's device
 	Mode          tunnel.Mode
@@ -189,6 +192,8 @@ func Run(ctx context.Context, cfg Config) (err error) {
 			serve(ctx, g, &http.Server{Handler: public, ReadHeaderTimeout: shutdownTimeout}, tcp)
 		}
 	}
+	a.serveAs(ctx, g, "--healthz-bind-address", cfg.HealthzBind, a.health.Handler())
+	a.serveAs(ctx, g, "--metrics-bind-address", cfg.MetricsBind, public)
 	err = g.Wait()
 	if err == nil {
 		log.Info("stopped; programs and maps stay in place")
@@ -257,6 +262,45 @@ func serve(ctx context.Context, g *errgroup.Group, s *http.Server, l net.Listene
 			_ = s.Close()
 		}
 		return nil
+	})
+}
+
+// bindRetry is when an address that is in use is tried again.
+const bindRetry = 5 * time.Second
+
+// serveAs serves on an address that is kube-proxy's by default. Where one
+// runs still, or an agent that is being replaced, the address is waited for.
+func (a *Agent) serveAs(ctx context.Context, g *errgroup.Group, flag, addr string, h http.Handler) {
+	if addr == "" {
+		return
+	}
+	report := func(err error) {
+		_ = a.do(ctx, func() { // the loop ends with ctx
+			a.problem("address of "+flag, "", err)
+			if a.full {
+				a.publish()
+			}
+		})
+	}
+	g.Go(func() error {
+		t := time.NewTicker(bindRetry)
+		defer t.Stop()
+		for failed := false; ; failed = true {
+			l, err := net.Listen("tcp", addr)
+			if err == nil {
+				if failed {
+					report(nil)
+				}
+				serve(ctx, g, &http.Server{Handler: h, ReadHeaderTimeout: shutdownTimeout}, l)
+				return nil
+			}
+			report(fmt.Errorf("%w; it is tried again: stop who has it (kube-proxy?), or give another %s", err, flag))
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-t.C:
+			}
+		}
 	})
 }
 

@@ -167,7 +167,7 @@ func (s *services) commit(p *service.Port) error {
 				s.states.Delete(stateKey(st.id, b.Backend))
 			}
 		}
-		return fmt.Errorf("it keeps its former backends: %w", err)
+		return fmt.Errorf("it %w: %w", errFormerBackends, err)
 	}
 	old := st.sets
 	st.sets = next

@@ -32,6 +32,8 @@ type sweeper struct {
 	pause           func(context.Context)
 	log             *slog.Logger
 
+	evicted evictions
+
 	confirmed, fresh, removed atomic.Uint64 // entries seen by the last walk; flows removed in all
 }
 
@@ -41,7 +43,8 @@ type flowMap interface {
 
 func newSweeper(set maps.Set, timeout func(maps.FlowKey, maps.Flow) time.Duration, remove func([]maps.FlowKey) (int, error), log *slog.Logger) *sweeper {
 	return &sweeper{
-		flows: set.Flows, flowsNew: set.FlowsNew, timeout: timeout, remove: remove, log: log,
+		evicted: evictions{entries: set.FlowsNew, churn: set.Churn},
+		flows:   set.Flows, flowsNew: set.FlowsNew, timeout: timeout, remove: remove, log: log,
 		now: monotonic,
 		pause: func(ctx context.Context) {
 			t := time.NewTimer(sweepPause)
@@ -64,6 +67,9 @@ func monotonic() (time.Duration, error) {
 
 // run sweeps until ctx ends.
 func (s *sweeper) run(ctx context.Context) {
+	if err := s.evicted.count(ctx, s.pause); err != nil && ctx.Err() == nil {
+		s.log.Error("count of evicted flows", "error", err)
+	}
 	t := time.NewTicker(sweepEvery)
 	defer t.Stop()
 	for {
@@ -84,7 +90,8 @@ func (s *sweeper) sweep(ctx context.Context) error {
 	fresh, err2 := s.walk(ctx, s.flowsNew)
 	s.confirmed.Store(confirmed)
 	s.fresh.Store(fresh)
-	return errors.Join(err1, err2)
+	// Apart, for what is being swept comes and goes in the walk.
+	return errors.Join(err1, err2, s.evicted.count(ctx, s.pause))
 }
 
 func (s *sweeper) walk(ctx context.Context, m flowMap) (entries uint64, err error) {

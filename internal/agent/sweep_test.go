@@ -17,6 +17,7 @@ const flowConfirmed = uint8(bpf.DpPwFlowFlagsPW_F_CONFIRMED)
 type sweepBench struct {
 	s            *sweeper
 	flows, fresh *mem[maps.FlowKey, maps.Flow]
+	churn        fakeChurn
 	now          time.Duration
 	named        []maps.FlowKey // to be removed
 }
@@ -34,7 +35,8 @@ func newSweepBench(t *testing.T) *sweepBench {
 		now:   1000 * time.Second,
 	}
 	b.s = &sweeper{
-		flows: b.flows, flowsNew: b.fresh, timeout: timeouts.For, log: slog.New(slog.DiscardHandler),
+		evicted: evictions{entries: b.fresh, churn: &b.churn},
+		flows:   b.flows, flowsNew: b.fresh, timeout: timeouts.For, log: slog.New(slog.DiscardHandler),
 		now:   func() (time.Duration, error) { return b.now, nil },
 		pause: func(context.Context) {},
 		remove: func(keys []maps.FlowKey) (int, error) {

@@ -67,9 +67,9 @@ func (f *fakeMaps) Close() error                                         { f.clo
 
 func (f *fakeMaps) Usage() ([]MapUsage, error) {
 	return []MapUsage{
-		{"pw_flows", len(f.confirmed), 262144},
-		{"pw_flows_new", len(f.unconfirmed), 65536},
-		{"pw_services", len(f.services), 65536},
+		{Name: "pw_flows", Entries: len(f.confirmed), Max: 262144},
+		{Name: "pw_flows_new", Entries: len(f.unconfirmed), Max: 65536, Evicted: 17},
+		{Name: "pw_services", Entries: len(f.services), Max: 65536},
 	}, f.err
 }
 

@@ -38,6 +38,7 @@ type MapUsage struct {
 	Name    string `json:"name"`
 	Entries int    `json:"entries"`
 	Max     int    `json:"max"`
+	Evicted uint64 `json:"evicted,omitempty"` // pw_flows_new: pushed out since the maps were made
 }
 
 // OpenMaps opens the maps pinned under the folder bpffs, read-only.
@@ -115,11 +116,24 @@ func (p pinned) Usage() ([]MapUsage, error) {
 	var out []MapUsage
 	var errs []error
 	s := p.set
-	out = append(out, usage(s.Flows, &errs), usage(s.FlowsNew, &errs), usage(s.Services, &errs),
+	out = append(out, usage(s.Flows, &errs), p.usageNew(&errs), usage(s.Services, &errs),
 		usage(s.Backends, &errs), usage(s.Maglev, &errs), usage(s.BackendStates, &errs), usage(s.SrcRanges, &errs),
 		usage(s.Affinity, &errs), usage(s.Endpoints, &errs), usage(s.Addrs, &errs), usage(s.Prefixes, &errs),
 		usage(s.NodeIDs, &errs), usage(s.Policy, &errs))
 	return out, errors.Join(errs...)
+}
+
+// usageNew is how full pw_flows_new is and how many it has pushed out.
+func (p pinned) usageNew(errs *[]error) MapUsage {
+	before, err1 := p.set.Churn.Read()
+	u := usage(p.set.FlowsNew, errs)
+	after, err2 := p.set.Churn.Read()
+	if err := errors.Join(err1, err2); err != nil {
+		*errs = append(*errs, err)
+		return u
+	}
+	u.Evicted, _ = maps.Evicted(before, after, uint64(u.Entries))
+	return u
 }
 
 func usage[K comparable, V any](m maps.Map[K, V], errs *[]error) MapUsage {

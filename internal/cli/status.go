@@ -133,7 +133,11 @@ func (s *session) printStatus(v *statusView) error {
 	if d := v.Datapath; d != nil {
 		line("Maps", "pinned under %s", d.Pinned)
 		for _, u := range d.Maps {
-			line("  "+u.Name, "%d of %d", u.Entries, u.Max)
+			evicted := ""
+			if u.Evicted > 0 {
+				evicted = fmt.Sprintf(", %d evicted", u.Evicted)
+			}
+			line("  "+u.Name, "%d of %d%s", u.Entries, u.Max, evicted)
 		}
 	}
 	if p := v.Packets; p != nil {

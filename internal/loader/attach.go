@@ -26,10 +26,16 @@ var (
 	hookFromNetdev  = hook{program: "from_netdev"}
 	hookFromOverlay = hook{program: "from_overlay"}
 	hookToOverlay   = hook{program: "to_overlay", egress: true}
+	hookToNetdev    = hook{program: "to_netdev", egress: true}
+	hookToLo        = hook{program: "to_lo", egress: true}
 )
 
+func allHooks() []hook {
+	return []hook{hookFromPod, hookToPod, hookFromNetdev, hookToNetdev, hookFromOverlay, hookToOverlay, hookToLo}
+}
+
 func hookByName(program string) (hook, bool) {
-	for _, h := range []hook{hookFromPod, hookToPod, hookFromNetdev, hookFromOverlay, hookToOverlay} {
+	for _, h := range allHooks() {
 		if h.program == program {
 			return h, true
 		}
@@ -79,9 +85,14 @@ func (d *Datapath) AttachPod(ctx context.Context, ifindex int, name string) erro
 	return d.attach(ctx, ifindex, name, hookFromPod, hookToPod)
 }
 
-// AttachNetdev attaches from_netdev to a device of the node.
+// AttachNetdev attaches from_netdev and to_netdev to a device of the node.
 func (d *Datapath) AttachNetdev(ctx context.Context, ifindex int, name string) error {
-	return d.attach(ctx, ifindex, name, hookFromNetdev)
+	return d.attach(ctx, ifindex, name, hookFromNetdev, hookToNetdev)
+}
+
+// AttachLoopback attaches to_lo to lo.
+func (d *Datapath) AttachLoopback(ctx context.Context, ifindex int, name string) error {
+	return d.attach(ctx, ifindex, name, hookToLo)
 }
 
 // AttachOverlay attaches from_overlay and to_overlay to podweir.vxlan.
@@ -316,6 +327,10 @@ func (d *Datapath) program(h hook) *ebpf.Program {
 		return d.objs.FromOverlay
 	case hookToOverlay:
 		return d.objs.ToOverlay
+	case hookToNetdev:
+		return d.objs.ToNetdev
+	case hookToLo:
+		return d.objs.ToLo
 	}
 	return nil
 }

@@ -93,7 +93,7 @@ func removeFilters() error {
 	}
 	var errs []error
 	for _, l := range links {
-		for _, h := range []hook{hookFromPod, hookToPod, hookFromNetdev, hookFromOverlay, hookToOverlay} {
+		for _, h := range allHooks() {
 			errs = append(errs, deleteFilter(hookKey{l.Attrs().Index, h}))
 		}
 	}

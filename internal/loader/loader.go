@@ -224,6 +224,7 @@ func (d *Datapath) Sweep(keys []maps.FlowKey) (removed int, err error) {
 // dropIncompatible unpins maps of another layout, so that the load makes new
 // ones. Programs still attached go on with the old ones until replaced.
 func (d *Datapath) dropIncompatible() error {
+	var aside []string
 	for name, ms := range d.spec.Maps {
 		if ms.Pinning != ebpf.PinByName {
 			continue
@@ -245,6 +246,13 @@ func (d *Datapath) dropIncompatible() error {
 			"map", name, "path", path, "difference", err)
 		if err := os.Remove(path); err != nil {
 			return fmt.Errorf("remove pinned map %s of another layout: %w", path, err)
+		}
+		aside = append(aside, name)
+	}
+	// Counts of entries that are not there any more would pass for evictions.
+	if path := filepath.Join(mapsDir(d.cfg.BPFFS), bpf.DpMapPwChurn); slices.Contains(aside, bpf.DpMapPwFlowsNew) {
+		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return fmt.Errorf("remove pinned map %s: its counts are of a map that is put aside: %w", path, err)
 		}
 	}
 	return nil

@@ -358,6 +358,32 @@ func TestIncompatibleMap(t *testing.T) {
 	}
 }
 
+// The counts of a table of new flows that is put aside go with it: entries
+// that are not there any more would pass for evicted ones.
+func TestCountsGoWithTheirTable(t *testing.T) {
+	cfg := Config{BPFFS: bpffs(t), FlowsMax: 1024, FlowsNewMax: 1024}
+	counts := func(cfg Config, add uint64) uint64 {
+		t.Helper()
+		d := load(t, cfg)
+		must(t, d.Maps().Churn.AddFound(add))
+		n, err := d.Maps().Churn.Read()
+		must(t, err)
+		must(t, d.Close())
+		return n.Inserted
+	}
+	if n := counts(cfg, 5); n != 5 {
+		t.Fatalf("%d", n)
+	}
+	cfg.FlowsMax = 2048
+	if n := counts(cfg, 1); n != 6 {
+		t.Errorf("%d after another table was put aside, want 6", n)
+	}
+	cfg.FlowsNewMax = 2048
+	if n := counts(cfg, 1); n != 1 {
+		t.Errorf("%d after their table was put aside, want 1", n)
+	}
+}
+
 // Another tunnel device: other programs in the same links over the same maps.
 func TestSetOverlay(t *testing.T) {
 	modes(t, func(t *testing.T, cfg Config) {

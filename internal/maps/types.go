@@ -13,6 +13,7 @@ type (
 	Addr            = bpf.DpPwAddr
 	Backend         = bpf.DpPwBackend
 	BackendKey      = bpf.DpPwBackendKey
+	ChurnCount      = bpf.DpPwChurnCount
 	Counter         = bpf.DpPwCounter
 	Endpoint        = bpf.DpPwEndpoint
 	Flow            = bpf.DpPwFlow

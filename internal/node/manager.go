@@ -15,6 +15,15 @@ import (
 // OverlayName is the name of the tunnel device.
 const OverlayName = "podweir.vxlan"
 
+// OverlayAddr is an address of the tunnel device, without meaning: the
+// kernel's reverse-path filter, in its loose mode too, refuses what arrives by
+// a device without an address unless the way back leads out of that very
+// device. Clients from outside and services' answers to the host do.
+const OverlayAddr = "169.254.1.1/32"
+
+// Loopback is the name of the loopback device.
+const Loopback = "lo"
+
 // OverlayPort is the UDP port of VXLAN (RFC 7348).
 const OverlayPort = 4789
 
@@ -100,7 +109,7 @@ func (m *Manager) Devices() ([]Device, error) {
 	for _, a := range addrs {
 		ip, ok := netip.AddrFromSlice(a.IP)
 		d := byIndex[a.LinkIndex]
-		if !ok || d == nil {
+		if !ok || d == nil || d.Name == OverlayName {
 			continue
 		}
 		ip = ip.Unmap()
@@ -188,7 +197,7 @@ func Outside(devices []Device, nodeAddrs []netip.Addr) []Device {
 	}
 	var out []Device
 	for _, d := range devices {
-		if d.Name == "lo" || d.Name == OverlayName || IsHostVeth(d.Name) {
+		if d.Name == Loopback || d.Name == OverlayName || IsHostVeth(d.Name) {
 			continue
 		}
 		take := d.Default

@@ -204,8 +204,8 @@ func TestOverlay(t *testing.T) {
 			t.Errorf("vxlan %+v", v)
 		}
 		addrs, err := m.nl.AddrList(l, netlink.FAMILY_ALL)
-		if err != nil || len(addrs) != 0 {
-			t.Errorf("addresses %v, %v; want none", addrs, err)
+		if err != nil || len(addrs) != 1 || addrs[0].IPNet.String() != OverlayAddr {
+			t.Errorf("addresses %v, %v; want that of the device alone", addrs, err)
 		}
 	}
 	check()

@@ -93,12 +93,27 @@ func (m *Manager) tuneOverlay(link netlink.Link, o Overlay) error {
 	if a.RawFlags&unix.IFF_NOARP == 0 {
 		set("arp off", m.nl.LinkSetARPOff(link))
 	}
+	errs = append(errs, m.overlayAddr(link))
+	// Answers from the host's own NodePorts come under its own addresses.
+	errs = append(errs, m.ourSysctl("net/ipv4/conf/"+OverlayName+"/accept_local", "1"))
 	// No link-local address: nobody is asked for on this link.
 	errs = append(errs, m.ourSysctl("net/ipv6/conf/"+OverlayName+"/addr_gen_mode", "1"))
 	if a.RawFlags&unix.IFF_UP == 0 {
 		set("up", portTaken(m.nl.LinkSetUp(link)))
 	}
 	return errors.Join(errs...)
+}
+
+func (m *Manager) overlayAddr(link netlink.Link) error {
+	want, err := netlink.ParseAddr(OverlayAddr)
+	if err != nil {
+		return fmt.Errorf("%s: address %s: %w", OverlayName, OverlayAddr, err)
+	}
+	want.Scope = unix.RT_SCOPE_LINK
+	if err := m.nl.AddrAdd(link, want); err != nil && !errors.Is(err, unix.EEXIST) {
+		return fmt.Errorf("%s: add address %s: %w", OverlayName, OverlayAddr, err)
+	}
+	return nil
 }
 
 // portTaken explains the errors that a second VXLAN device brings.

@@ -7,6 +7,8 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/podweir/podweir/internal/health"
 )
 
 // The trim functions make the object that goes into a table: a new one that
@@ -64,6 +66,11 @@ func trimNode(n *corev1.Node) *corev1.Node {
 	out := &corev1.Node{ObjectMeta: trimMeta(n.ObjectMeta)}
 	out.Spec.PodCIDR = n.Spec.PodCIDR
 	out.Spec.PodCIDRs = n.Spec.PodCIDRs
+	for _, t := range n.Spec.Taints {
+		if t.Key == health.TaintToBeDeleted {
+			out.Spec.Taints = []corev1.Taint{{Key: t.Key, Effect: t.Effect}}
+		}
+	}
 	out.Status.Addresses = n.Status.Addresses
 	return out
 }
@@ -76,6 +83,12 @@ func trimService(s *corev1.Service) *corev1.Service {
 
 func trimSlice(s *discoveryv1.EndpointSlice) *discoveryv1.EndpointSlice {
 	out := &discoveryv1.EndpointSlice{ObjectMeta: trimMeta(s.ObjectMeta), AddressType: s.AddressType, Ports: s.Ports}
+	if at, ok := s.Annotations[corev1.EndpointsLastChangeTriggerTime]; ok {
+		if out.Annotations == nil {
+			out.Annotations = map[string]string{}
+		}
+		out.Annotations[corev1.EndpointsLastChangeTriggerTime] = at
+	}
 	if s.Endpoints != nil {
 		out.Endpoints = make([]discoveryv1.Endpoint, len(s.Endpoints))
 	}

@@ -37,6 +37,23 @@ func confirmed(t testing.TB, n *cluster.Node) int {
 	return len(all)
 }
 
+// evicted is how many unconfirmed entries a node's kernel has pushed out.
+func evicted(t testing.TB, n *cluster.Node) int {
+	t.Helper()
+	set := mapsOf(t, n)
+	before, err := set.Churn.Read()
+	ok(t, err)
+	present := uint64(0)
+	ok(t, set.FlowsNew.Each(func(maps.FlowKey, maps.Flow) error { present++; return nil }))
+	after, err := set.Churn.Read()
+	ok(t, err)
+	out, uncounted := maps.Evicted(before, after, present)
+	if uncounted > 0 {
+		t.Errorf("%s: %d unconfirmed entries that nobody inserted", n.NodeName, uncounted)
+	}
+	return int(out)
+}
+
 // slow are established connections that say something now and then.
 type slow struct {
 	conns []net.Conn
@@ -95,7 +112,8 @@ func (s *slow) during(fn func()) (rounds int, err error) {
 
 // floods runs floods beside established flows: SYNs to open ports, and
 // datagrams to a server that answers each. What is established, by pod address and by
-// service, loses nothing, and the flood confirms nothing.
+// service, loses nothing, and the flood confirms nothing. What it pushes out of
+// the table of its own kind is counted.
 func floods(t testing.TB, packets, flows int) {
 	w := shared(t)
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
@@ -123,6 +141,7 @@ func floods(t testing.TB, packets, flows int) {
 		kind.p.src, kind.p.dst = attacker.IPv4(), target.IPv4()
 		start := time.Now()
 		base, baseB := counters(t, w.a), counters(t, w.b)
+		gone := map[*cluster.Node]int{w.a: evicted(t, w.a), w.b: evicted(t, w.b)}
 		rounds, err := all.during(func() { flood(t, attacker, kind.p, packets) })
 		if err != nil {
 			t.Errorf("%s: %v", kind.name, err)
@@ -138,6 +157,20 @@ func floods(t testing.TB, packets, flows int) {
 		if n := got["flow_confirmed"] + gotB["flow_confirmed"]; n > 0 {
 			t.Errorf("%s: confirmed %d flows", kind.name, n)
 		}
+		for n, was := range gone {
+			gone[n] = evicted(t, n) - was
+			// Two entries a flow, less what there is room for; of those that
+			// are not counted a sweep may have had some.
+			created := got["flow_created"]
+			if n == w.b {
+				created = gotB["flow_created"]
+			}
+			room := mapsOf(t, n).FlowsNew.MaxEntries()
+			if gone[n] < created-room || gone[n] <= 0 || gone[n] > 2*created+room {
+				t.Errorf("%s: %s evicted %d entries with room for %d, of %d flows", kind.name, n.NodeName, gone[n], room, created)
+			}
+		}
+		t.Logf("%s: evicted %d on node-a, %d on node-b", kind.name, gone[w.a], gone[w.b])
 		for n, was := range before {
 			// The sweeper may have removed older ones meanwhile.
 			if now := confirmed(t, n); now > was {

@@ -4,6 +4,7 @@ import (
 	"maps"
 	"net/netip"
 
+	"github.com/podweir/podweir/internal/bpf"
 	pwmaps "github.com/podweir/podweir/internal/maps"
 )
 
@@ -20,6 +21,8 @@ type cluster struct {
 	prefixes map[pwmaps.PrefixKey]pwmaps.Peer
 	services map[pwmaps.ServiceKey]pwmaps.Service
 	backends map[pwmaps.BackendKey]pwmaps.Backend
+	states   map[pwmaps.BackendStateKey]uint32
+	own      map[uint32]pwmaps.DevAddrs
 	policy   map[pwmaps.PolicyKey]pwmaps.PolicyEntry
 	gens     map[uint32]uint32
 	wire     place // the way out
@@ -42,6 +45,7 @@ func (w *world) readCluster() *cluster {
 	c := &cluster{
 		pods: dump(w, w.set.Endpoints), addrs: dump(w, w.set.Addrs), prefixes: dump(w, w.set.Prefixes),
 		services: dump(w, w.set.Services), backends: dump(w, w.set.Backends), policy: dump(w, w.set.Policy),
+		states: dump(w, w.set.BackendStates), own: dump(w, w.set.DevAddrs),
 		gens: make(map[uint32]uint32), wire: w.wirePlace(), router: pwmaps.ToAddr(w.f.router), nextSet: setFree,
 	}
 	for slot := range uint32(slotMax) {
@@ -62,6 +66,7 @@ func (c *cluster) restore(w *world, base *cluster) {
 	same(w, w.set.Addrs, c.addrs, base.addrs)
 	same(w, w.set.Services, c.services, base.services)
 	same(w, w.set.Backends, c.backends, base.backends)
+	same(w, w.set.BackendStates, c.states, base.states)
 	c.nextSet = base.nextSet
 }
 
@@ -175,15 +180,52 @@ func hasPorts(proto uint8) bool {
 	return proto == pwmaps.ProtoTCP || proto == pwmaps.ProtoUDP || proto == pwmaps.ProtoSCTP
 }
 
-// choices are the backends behind a service port; nil if it is none.
-func (c *cluster) choices(k flowKey) (service *pwmaps.Service, all []netip.AddrPort) {
-	svc, ok := c.services[pwmaps.ServiceKey{Addr: k.Dst, Port: k.Dport, Proto: k.Proto}]
-	if !ok || !hasPorts(k.Proto) {
+// frontend is the service port that a tuple calls: its very address, or a
+// NodePort of a node; from outside, of this one alone.
+func (c *cluster) frontend(k flowKey, own bool) (pwmaps.Service, bool) {
+	if !hasPorts(k.Proto) {
+		return pwmaps.Service{}, false
+	}
+	key := pwmaps.ServiceKey{Addr: k.Dst, Port: k.Dport, Proto: k.Proto}
+	svc, ok := c.services[key]
+	peer := c.addrs[k.Dst]
+	if ok || k.Dport < 30000 || k.Dport > 32767 || peer.Flags&pwmaps.PeerNodePort == 0 ||
+		own && peer.Flags&pwmaps.PeerHost == 0 {
+		return svc, ok
+	}
+	key.Addr = addr{}
+	if pwmaps.FromAddr(k.Dst).Is4() {
+		key.Addr = pwmaps.ToAddr(netip.IPv4Unspecified())
+	}
+	svc, ok = c.services[key]
+	return svc, ok
+}
+
+// choices are the backends behind a service port, for callers from there;
+// nil if it is none.
+func (c *cluster) choices(k flowKey, from bpf.DpPwPlaceKind) (service *pwmaps.Service, all []netip.AddrPort) {
+	outside := from == bpf.DpPwPlaceKindPW_PLACE_WIRE
+	svc, ok := c.frontend(k, outside)
+	if !ok || from == bpf.DpPwPlaceKindPW_PLACE_NODE {
 		return nil, nil
 	}
-	for slot := range svc.Count {
-		b := c.backends[pwmaps.BackendKey{Set: svc.Set, Slot: slot}]
+	set, n := svc.Set, svc.Count
+	if outside {
+		set, n = svc.ExtSet, svc.ExtCount
+	}
+	for slot := range n {
+		b := c.backends[pwmaps.BackendKey{Set: set, Slot: slot}]
 		all = append(all, ap(pwmaps.FromAddr(b.Addr), b.Port))
 	}
 	return &svc, all
+}
+
+// holds: would the flow be translated today as it was?
+func (c *cluster) holds(f *mflow) bool {
+	svc, ok := c.frontend(f.key, f.from.kind == bpf.DpPwPlaceKindPW_PLACE_WIRE)
+	if !ok || f.from.kind == bpf.DpPwPlaceKindPW_PLACE_NODE {
+		return f.service == 0
+	}
+	return svc.Id == f.service &&
+		c.states[pwmaps.BackendStateKey{Addr: f.back.Src, Service: svc.Id, Port: f.back.Sport}] != 0
 }

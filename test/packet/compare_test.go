@@ -59,7 +59,7 @@ func (e *engine) choices(p packet, r *result) []choice {
 		}
 	}
 	out := []choice{}
-	_, all := e.m.choices(p.key)
+	_, all := e.m.choices(p.key, p.from.kind)
 	for _, b := range all {
 		out = append(out, choice{b, p.key.Sport})
 	}

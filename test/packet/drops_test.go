@@ -1,6 +1,7 @@
 package packet
 
 import (
+	"math/bits"
 	"net/netip"
 	"strings"
 	"testing"
@@ -90,11 +91,16 @@ func dropCases() []dropCase {
 			return w.pod(devClient, udp(ap(w.f.client, 1), ap(w.f.local, 2)))
 		}},
 		{why: bpf.DpPwReasonPW_DROP_FLOW_COLLISION, fire: func(w *world) *result {
-			// SCTP: its port can't be changed to get out of the way.
-			fr := frame{src: ap(w.f.client, 1), dst: ap(w.f.vip, sctpPort), proto: maps.ProtoSCTP}
-			w.pod(devClient, fr).is(fwdLocal, miss, created)
-			fr.dst = ap(w.f.third, sctpPort)
-			return w.pod(devClient, fr)
+			// A protocol without ports by two entry nodes: it has nothing
+			// that could be changed to get out of the way.
+			by := func(node netip.Addr) *result {
+				fr := frame{src: ap(w.f.world, 0), dst: ap(w.f.client, 0), proto: protoGRE, payload: []byte("x")}
+				s := w.tunnelShot(node, fr.bytes(w.t))
+				copy(s.pkt[6:], []byte{2, 'p', 'w', 0, 0, 2})
+				return w.run(s)
+			}
+			by(w.f.nodeB).is(fwdLocal, miss, created)
+			return by(w.f.nodeC)
 		}},
 		{why: bpf.DpPwReasonPW_DROP_FLOW_INSERT, fire: func(w *world) *result {
 			w.crowded()
@@ -121,23 +127,46 @@ func dropCases() []dropCase {
 		{why: bpf.DpPwReasonPW_DROP_MULTICAST, fire: func(w *world) *result {
 			return w.pod(devClient, udp(ap(w.f.client, 1), ap(w.f.multicast, 5353)))
 		}},
-		{why: bpf.DpPwReasonPW_DROP_SCTP_PORT, fire: func(w *world) *result {
-			fr := frame{src: ap(w.f.client, 1), dst: ap(w.f.vip, sctpXlate), proto: maps.ProtoSCTP}
-			return w.pod(devClient, fr)
+		{why: bpf.DpPwReasonPW_DROP_NO_LOCAL_INTERNAL, fire: func(w *world) *result {
+			w.service(w.f.vip, 7000, maps.ProtoUDP, maps.Service{Id: 60, Flags: maps.ServiceNoLocal | maps.ServiceNoLocalExt})
+			return w.pod(devClient, udp(ap(w.f.client, 1), ap(w.f.vip, 7000)))
+		}},
+		{why: bpf.DpPwReasonPW_DROP_NO_LOCAL_EXTERNAL, fire: func(w *world) *result {
+			w.service(w.f.lb, 7000, maps.ProtoUDP, maps.Service{
+				Id: 60, Set: setLocal, Count: 1, Flags: maps.ServiceExternal | maps.ServiceNoLocalExt,
+			})
+			w.pod(devClient, udp(ap(w.f.client, 1), ap(w.f.lb, 7000))).ended(fwdLocal)
+			return w.wire(udp(ap(w.f.world, 1), ap(w.f.lb, 7000)))
+		}},
+		{why: bpf.DpPwReasonPW_DROP_SOURCE_RANGE, fire: func(w *world) *result {
+			w.service(w.f.lb, 7000, maps.ProtoUDP, maps.Service{
+				Id: 60, Set: setLocal, Count: 1, ExtSet: setLocal, ExtCount: 1,
+				Flags: maps.ServiceExternal | maps.ServiceSourceRanges,
+			})
+			k := maps.SrcRangeKey{Len: 32 + 128, Service: swap32(60), Addr: w.f.client.As16()}
+			put(w, w.set.SrcRanges, k, 1)
+			w.pod(devClient, udp(ap(w.f.client, 1), ap(w.f.lb, 7000))).ended(fwdLocal)
+			return w.wire(udp(ap(w.f.world, 1), ap(w.f.lb, 7000)))
+		}},
+		{why: bpf.DpPwReasonPW_DROP_NO_SOURCE, fire: func(w *world) *result {
+			clear(w, w.set.DevAddrs)
+			return w.pod(devClient, udp(ap(w.f.client, 1), ap(w.f.world, 2)))
+		}},
+		{why: bpf.DpPwReasonPW_DROP_STRAY, fire: func(w *world) *result {
+			return w.pod(devClient, tcp(ap(w.f.client, 1), ap(w.f.world, 2), rst))
 		}},
 	}
 }
 
+// swap32 is v in network byte order.
+func swap32(v uint32) uint32 { return bits.ReverseBytes32(v) }
+
 // notProvoked lists the reasons that no packet brings about, and why.
 func notProvoked() map[reason]string {
 	return map[reason]string{
-		bpf.DpPwReasonPW_DROP_HELPER:            "a kernel helper refuses what was checked before: only a bug does that",
-		bpf.DpPwReasonPW_DROP_TOO_BIG:           "reserved: no program uses it yet",
-		bpf.DpPwReasonPW_DROP_NO_LOCAL_INTERNAL: "no program uses it yet",
-		bpf.DpPwReasonPW_DROP_NO_LOCAL_EXTERNAL: "no program uses it yet",
-		bpf.DpPwReasonPW_DROP_SOURCE_RANGE:      "no program uses it yet",
-		bpf.DpPwReasonPW_DROP_NO_SOURCE:         "no program uses it yet",
-		bpf.DpPwReasonPW_DROP_NO_PORT:           "no program uses it yet",
+		bpf.DpPwReasonPW_DROP_HELPER:  "a kernel helper refuses what was checked before: only a bug does that",
+		bpf.DpPwReasonPW_DROP_TOO_BIG: "reserved: no program uses it yet",
+		bpf.DpPwReasonPW_DROP_NO_PORT: "takes a datapath with few ports: TestPortsRunOut",
 	}
 }
 

@@ -272,8 +272,8 @@ func TestSourceOutsideTheCluster(t *testing.T) {
 				t.Fatalf("answer goes to %v, want node %d", at(e.To), id)
 			}
 		}
-		// Such a source is never one of the cluster's.
-		for _, src := range []netip.Addr{w.f.remote, w.f.local, w.f.nodeA, w.f.nodeB, w.f.vip} {
+		// Such a source is never a pod's or a service's.
+		for _, src := range []netip.Addr{w.f.remote, w.f.local, w.f.free, w.f.vip} {
 			fr.src = ap(src, 1)
 			by(w.f.nodeB, fr).is(spoofedSource, miss)
 		}

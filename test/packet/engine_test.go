@@ -81,6 +81,8 @@ type engine struct {
 	n        [2]int
 	trail    []string // what happened, for the report
 	packets  int
+	pushed   int // entries pushed out in this sequence
+	kept     int // world.kept at its beginning
 	seen     map[reason]uint64
 }
 
@@ -135,6 +137,18 @@ func (e *engine) reset() {
 	e.m.cluster.restore(e.w, e.base)
 	e.m.flows, e.m.left, e.trail = nil, make(map[flowKey]pwmaps.Flow), nil
 	e.began = e.w.now()
+	e.pushed, e.kept = 0, e.w.kept()
+}
+
+// counted: every entry that came into the table of new flows and went again
+// is in the counts that evictions are computed from.
+func (e *engine) counted() string {
+	e.w.t.Helper()
+	e.load()
+	if got := e.w.kept() - e.kept - e.n[1]; got != e.pushed {
+		return fmt.Sprintf("%d entries evicted, want %d", got, e.pushed)
+	}
+	return ""
 }
 
 // load reads both tables into the buffers.
@@ -307,7 +321,7 @@ func (e *engine) run(s shot) *result {
 	}
 	r := &result{t: e.w.t, shot: s, action: action, out: opts.DataOut, counts: make(map[reason]uint64)}
 	was, is := rows(e.before), rows(e.after)
-	for why := range reason(64) {
+	for why := range reason(128) {
 		for v6 := range 2 {
 			row := pwmaps.MetricsIndex(why, s.hook, v6 == 1)
 			if n := is[row].Packets - was[row].Packets; n != 0 {

@@ -53,9 +53,6 @@ func TestICMPErrorOfAFlow(t *testing.T) {
 func TestICMPErrorByTheWire(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {
 		f := w.f
-		out := udp(ap(f.client, 40000), ap(f.world, 53))
-		w.pod(devClient, out).is(fwdWire, miss, created)
-		w.run(w.at(fromNetdev, icmpError(t, f.router, f.client, out.bytes(t)))).is(fwdLocal)
 		in := udp(ap(f.world, 50000), ap(f.client, podPort))
 		w.wire(in).is(fwdLocal, miss, created)
 		w.run(w.at(fromPod, icmpError(t, f.client, f.world, in.bytes(t)))).is(fwdWire)

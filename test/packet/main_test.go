@@ -26,6 +26,7 @@ const (
 	devWire    = "eth0"
 	devWire2   = "eth1"
 	devOverlay = "podweir.vxlan"
+	devLo      = "lo"
 )
 
 func TestMain(m *testing.M) { testns.Main(m, makeDevices) }
@@ -168,6 +169,10 @@ func (d *datapath) program(h hook) *ebpf.Program {
 		return d.objs.FromNetdev
 	case fromOverlay:
 		return d.objs.FromOverlay
+	case toNetdev:
+		return d.objs.ToNetdev
+	case toLo:
+		return d.objs.ToLo
 	}
 	return d.objs.ToOverlay
 }

@@ -29,6 +29,7 @@ type mflow struct {
 	created        uint64
 
 	xlate, midstream, replied, confirmed bool
+	snat, clamp, tunnel                  bool
 	fin                                  [2]bool
 	rst                                  bool
 	denied                               reason
@@ -45,6 +46,8 @@ type packet struct {
 	ttl   uint8
 	quote *flowKey // an ICMP error: the tuple of the packet it quotes
 	decap bool     // behind a tunnel header that we may take off
+
+	service bool // from outside to a service's address
 }
 
 // choice is what the rules leave open.
@@ -153,19 +156,23 @@ func isSYN(p packet) bool {
 }
 
 func (m *model) over(f *mflow, dir int, p packet) bool {
-	return isSYN(p) && f.closed() || m.expired(f) || f.half(dir)
+	return isSYN(p) && (f.closed() || dir == orig && f.service != 0 && !m.holds(f)) || m.expired(f) || f.half(dir)
 }
 
 // known: its own entry is all that the packet needs.
 func (m *model) known(f *mflow, dir int, p packet) bool {
-	return f != nil && f.denied == 0 && f.rightPlace(dir, p.from) && m.fresh(f) &&
+	return f != nil && !(isSYN(p) && f.service != 0) && f.denied == 0 && f.rightPlace(dir, p.from) && m.fresh(f) &&
 		!m.idle(f, dir) && !m.over(f, dir, p)
 }
 
-// mayUse: may packets with this source come from there?
-func (c *cluster) mayUse(from place, k flowKey) reason {
+// mayUse: may packets with this source come from there? To a service from
+// outside, and by an entry node, the nodes themselves may, too.
+func (c *cluster) mayUse(from place, k flowKey, service bool) reason {
 	src := c.resolve(k.Src)
 	ok := src.flags == 0 && src.node == 0 // outside the cluster
+	if k.Via != 0 || service && src.flags&pwmaps.PeerHost == 0 {
+		ok = src.dev == 0 && src.flags&(pwmaps.PeerPod|pwmaps.PeerLocal|pwmaps.PeerService) == 0
+	}
 	switch {
 	case from.kind == bpf.DpPwPlaceKindPW_PLACE_HOST:
 		return 0
@@ -183,8 +190,8 @@ func (c *cluster) mayUse(from place, k flowKey) reason {
 }
 
 // where a destination is, for packets from there.
-func (c *cluster) where(from place, dst target) (place, reason) {
-	inward := from.kind == bpf.DpPwPlaceKindPW_PLACE_NODE || from.kind == bpf.DpPwPlaceKindPW_PLACE_WIRE
+func (c *cluster) where(from place, dst target, service bool) (place, reason) {
+	inward := from.kind == bpf.DpPwPlaceKindPW_PLACE_NODE || from.kind == bpf.DpPwPlaceKindPW_PLACE_WIRE && !service
 	switch {
 	case dst.dev != 0:
 		return place{bpf.DpPwPlaceKindPW_PLACE_POD, dst.dev}, 0
@@ -194,7 +201,8 @@ func (c *cluster) where(from place, dst target) (place, reason) {
 		return place{}, bpf.DpPwReasonPW_DROP_NO_SERVICE
 	case dst.flags&pwmaps.PeerHost != 0:
 		return hostPlace(), 0
-	case dst.flags&pwmaps.PeerNode != 0 && from.kind == bpf.DpPwPlaceKindPW_PLACE_HOST:
+	case dst.flags&pwmaps.PeerNode != 0 &&
+		(from.kind == bpf.DpPwPlaceKindPW_PLACE_HOST || from.kind == bpf.DpPwPlaceKindPW_PLACE_POD):
 		return c.wire, 0 // node to node needs no tunnel
 	case dst.node != 0 && inward:
 		return place{}, bpf.DpPwReasonPW_DROP_NO_ROUTE
@@ -240,7 +248,7 @@ func (m *model) aim(f *mflow) (why reason, rule uint32) {
 	dst := m.resolve(f.back.Src)
 	f.src, f.dst = m.resolve(f.key.Src).gen, dst.gen
 	old := f.to
-	if f.to, why = m.where(f.from, dst); why != 0 {
+	if f.to, why = m.where(f.from, dst, f.service != 0); why != 0 {
 		f.to = old
 		return why, 0
 	}
@@ -256,22 +264,35 @@ func (m *model) aim(f *mflow) (why reason, rule uint32) {
 }
 
 // rejudge a flow one of whose generations moved, in its original direction.
-// False if it is not that flow any more: its source lives elsewhere, or half
-// of it is gone.
-func (m *model) rejudge(f *mflow) bool {
-	if !f.have[orig] || !f.have[reply] || m.mayUse(f.from, f.key) != 0 {
+// False if it is not that flow any more: its source lives elsewhere, half of
+// it is gone, or its client, on UDP, needs another backend. The answers of the
+// one that is gone still pass.
+func (m *model) rejudge(f *mflow, dir int, o outcome) bool {
+	if !f.have[orig] || !f.have[reply] || m.mayUse(f.from, f.key, f.service != 0) != 0 {
+		return false
+	}
+	src, dst := f.src, f.dst
+	lost := f.key.Proto == pwmaps.ProtoUDP && !m.holds(f)
+	if lost && dir == orig {
+		o.engine[reselected]++
 		return false
 	}
 	f.denied, f.rule = m.aim(f)
+	if lost {
+		f.src, f.dst = src, dst
+	}
 	return true
 }
 
 // step says what becomes of a packet, and changes the tables accordingly.
 func (m *model) step(p packet, ch choice) outcome {
 	o := outcome{engine: make(map[reason]uint64)}
-	if _, ours := m.pods[p.key.Dst]; p.hook == fromNetdev && !p.decap && !ours && !m.answersHost(p) {
-		o.end = passed
-		return o
+	if _, ours := m.pods[p.key.Dst]; p.hook == fromNetdev && !p.decap && !ours {
+		var follows bool
+		if follows, p.service = m.enters(p); !follows {
+			o.end = passed
+			return o
+		}
 	}
 	if p.quote != nil {
 		return m.icmpError(p, o)
@@ -282,7 +303,7 @@ func (m *model) step(p packet, ch choice) outcome {
 		over := false
 		switch {
 		case !f.rightPlace(dir, p.from):
-			if o.end = m.mayUse(p.from, p.key); o.end == spoofedSource {
+			if o.end = m.mayUse(p.from, p.key, p.service); o.end == spoofedSource {
 				o.end = spoofedFlow
 			}
 			if o.end != 0 {
@@ -293,7 +314,7 @@ func (m *model) step(p packet, ch choice) outcome {
 			over = true
 		case !m.fresh(f):
 			o.engine[stale]++
-			over = !m.rejudge(f)
+			over = !m.rejudge(f, dir, o)
 		}
 		if !over && f.denied != 0 {
 			o.end = f.denied
@@ -309,16 +330,24 @@ func (m *model) step(p packet, ch choice) outcome {
 	return m.first(p, ch, o)
 }
 
-// answersHost: a backend outside the tunnel answers a service the host called.
-func (m *model) answersHost(p packet) bool {
-	f, dir := m.find(p.key)
-	return f != nil && dir == reply && f.xlate && f.home.kind == bpf.DpPwPlaceKindPW_PLACE_HOST
+// enters: of what is for no pod, calls of services and the answers to what
+// left translated are followed.
+func (m *model) enters(p packet) (follows, service bool) {
+	if p.quote != nil {
+		return false, false
+	}
+	if f, dir := m.find(p.key); f != nil && f.xlate {
+		return true, f.service != 0 && dir == orig
+	}
+	_, called := m.frontend(p.key, true)
+	_, owned := m.services[pwmaps.ServiceKey{Addr: p.key.Dst}]
+	return called || owned, called || owned
 }
 
 // first is a packet of no known flow.
 func (m *model) first(p packet, ch choice, o outcome) outcome {
 	o.engine[miss]++
-	if o.end = m.mayUse(p.from, p.key); o.end != 0 {
+	if o.end = m.mayUse(p.from, p.key, p.service); o.end != 0 {
 		return o
 	}
 	if pwmaps.FromAddr(p.key.Dst).IsMulticast() {
@@ -332,9 +361,6 @@ func (m *model) first(p packet, ch choice, o outcome) outcome {
 		return o
 	}
 	dst := m.resolve(f.back.Src)
-	if f.xlate && p.from.kind == bpf.DpPwPlaceKindPW_PLACE_HOST && dst.flags&pwmaps.PeerHost != 0 {
-		f.back.Dst = f.key.Dst // the host calls itself: under the service's address
-	}
 	if f.key.Proto == pwmaps.ProtoUDP && f.back.Sport == 4789 && p.from.kind == bpf.DpPwPlaceKindPW_PLACE_POD &&
 		dst.flags&(pwmaps.PeerNode|pwmaps.PeerHost) != 0 {
 		o.end = bpf.DpPwReasonPW_DROP_POD_VXLAN
@@ -343,12 +369,20 @@ func (m *model) first(p packet, ch choice, o outcome) outcome {
 	if o.end, f.rule = m.aim(f); o.end != 0 {
 		return o
 	}
+	m.source(f, dst)
 	f.homeMAC = m.resolve(f.key.Src).mac
 	if f.home.kind == bpf.DpPwPlaceKindPW_PLACE_WIRE {
 		f.home, f.homeHop = m.wire, m.router
+		if m.resolve(f.key.Src).flags&pwmaps.PeerNode != 0 {
+			f.homeHop = f.key.Src // on the link
+		}
 	}
 	if f.key.Proto == pwmaps.ProtoTCP {
 		if p.flags&rst != 0 || p.flags&(syn|ack) == syn|ack {
+			if f.snat {
+				o.end = bpf.DpPwReasonPW_DROP_STRAY
+				return o
+			}
 			return m.deliver(f, orig, p, o, false)
 		}
 		if p.flags&syn == 0 {
@@ -362,12 +396,36 @@ func (m *model) first(p packet, ch choice, o outcome) outcome {
 	return m.deliver(f, orig, p, o, false)
 }
 
-// translate: services, for what starts on this node.
+// source: under which address it goes on.
+func (m *model) source(f *mflow, dst target) {
+	wire := f.to.kind == bpf.DpPwPlaceKindPW_PLACE_WIRE
+	switch f.from.kind {
+	case bpf.DpPwPlaceKindPW_PLACE_HOST:
+		if f.service != 0 && dst.flags&pwmaps.PeerHost != 0 {
+			f.back.Dst = f.key.Dst // the host calls itself: under the service's address
+		}
+	case bpf.DpPwPlaceKindPW_PLACE_POD: // to the world, or to itself
+		f.snat = wire || f.service != 0 && f.back.Src == f.key.Src
+	case bpf.DpPwPlaceKindPW_PLACE_WIRE:
+		f.snat = wire && f.service != 0
+		f.tunnel = f.service != 0 && f.to.kind == bpf.DpPwPlaceKindPW_PLACE_NODE
+		f.clamp = f.tunnel && f.key.Proto == pwmaps.ProtoTCP
+	}
+	if f.snat {
+		f.xlate = true
+		f.back.Dst = m.own[0].V4
+		if !pwmaps.FromAddr(f.key.Src).Is4() {
+			f.back.Dst = m.own[0].V6
+		}
+	}
+}
+
+// translate: services, for what does not come from another node.
 func (m *model) translate(f *mflow, ch choice) reason {
-	if f.from.kind != bpf.DpPwPlaceKindPW_PLACE_POD && f.from.kind != bpf.DpPwPlaceKindPW_PLACE_HOST {
+	if f.from.kind == bpf.DpPwPlaceKindPW_PLACE_NODE {
 		return 0
 	}
-	svc, all := m.choices(f.key)
+	svc, all := m.choices(f.key, f.from.kind)
 	switch {
 	case svc == nil:
 		if _, owned := m.services[pwmaps.ServiceKey{Addr: f.key.Dst}]; owned {
@@ -392,14 +450,34 @@ const badChoice = reason(0xff)
 // another source port.
 func (m *model) create(f *mflow, ch choice, o outcome) reason {
 	result, replaced := created, false
-	if other, _ := m.find(f.back); other != nil {
+	other, _ := m.find(f.back)
+	if f.snat {
+		if m.roomNew != 0 && m.countNew()+2 > m.roomNew {
+			return flowInsert
+		}
+		if translatable(f.key) {
+			f.back.Dport = ch.port
+			if ch.port < 1024 || ch.port > 29999 {
+				return badChoice
+			}
+			if other, _ = m.find(f.back); other != nil && !m.expired(other) {
+				return badChoice
+			}
+		}
+		if other != nil && !m.expired(other) {
+			return bpf.DpPwReasonPW_DROP_FLOW_COLLISION
+		}
+		if other != nil {
+			m.end(other)
+		}
+	} else if other != nil {
 		switch {
 		case m.expired(other):
 			m.end(other)
 		case other.back == f.back && other.key == f.key:
 			f.created, replaced = other.created, true
 			m.end(other)
-		case f.key.Proto != pwmaps.ProtoTCP && f.key.Proto != pwmaps.ProtoUDP:
+		case !translatable(f.key):
 			return bpf.DpPwReasonPW_DROP_FLOW_COLLISION
 		default:
 			if m.roomNew != 0 && m.countNew()+2 > m.roomNew {
@@ -427,6 +505,18 @@ func (m *model) create(f *mflow, ch choice, o outcome) reason {
 	m.flows = append(m.flows, f)
 	o.engine[result]++
 	return 0
+}
+
+// translatable: something in its header tells flows apart. An echo's
+// identifier does.
+func translatable(k flowKey) bool {
+	switch k.Proto {
+	case pwmaps.ProtoTCP, pwmaps.ProtoUDP, pwmaps.ProtoSCTP:
+		return true
+	case protoICMP, protoICMP6:
+		return k.Sport != 0
+	}
+	return false
 }
 
 func (m *model) countNew() int {

@@ -14,12 +14,8 @@ func (m *model) deliver(f *mflow, dir int, p packet, o outcome, known bool) outc
 		o.src, o.dst = ap(pwmaps.FromAddr(p.key.Src), 0), ap(pwmaps.FromAddr(p.key.Dst), 0)
 	}
 	ingress := p.hook != toPod && p.hook != toOverlay
-	switch {
-	case ingress && o.to.kind != bpf.DpPwPlaceKindPW_PLACE_HOST && p.ttl <= 1:
+	if ingress && o.to.kind != bpf.DpPwPlaceKindPW_PLACE_HOST && p.ttl <= 1 {
 		o.end = bpf.DpPwReasonPW_DROP_TTL
-		return o
-	case f.xlate && p.key.Proto == pwmaps.ProtoSCTP && f.key.Dport != f.back.Sport:
-		o.end = bpf.DpPwReasonPW_DROP_SCTP_PORT
 		return o
 	}
 	switch o.to.kind {
@@ -33,7 +29,7 @@ func (m *model) deliver(f *mflow, dir int, p packet, o outcome, known bool) outc
 		}
 	case bpf.DpPwPlaceKindPW_PLACE_NODE:
 		o.end = fwdTunnel
-		if known && p.hook == fromPod && m.overlaid {
+		if known && (p.hook == fromPod || p.hook == fromNetdev) && m.overlaid {
 			o.end = fwdEncap
 		}
 	case bpf.DpPwPlaceKindPW_PLACE_WIRE:
@@ -56,7 +52,7 @@ func (m *model) icmpError(p packet, o outcome) outcome {
 		Proto: p.quote.Proto, Via: p.key.Via,
 	}
 	f, dir := m.find(k)
-	o.end = m.mayUse(p.from, p.key)
+	o.end = m.mayUse(p.from, p.key, false)
 	switch {
 	case o.end != 0:
 	case k.Dst != p.key.Dst, f == nil, m.expired(f), !m.fresh(f), !host && !f.rightPlace(dir, p.from):
@@ -115,12 +111,16 @@ func (f *mflow) entry(dir int) pwmaps.Flow {
 		e.TwinVia = f.key.Via
 		e.Flags = uint8(flagReply)
 	}
+	// To a client outside through its entry node, or as one.
+	if dir == orig && f.tunnel || dir == reply && f.key.Via != 0 {
+		e.Flags |= uint8(bpf.DpPwFlowFlagsPW_F_TUNNEL)
+	}
 	if f.denied != 0 {
 		e.Verdict, e.Reason = pwmaps.VerdictDeny, uint8(f.denied)
 	}
 	for flag, set := range map[bpf.DpPwFlowFlags]bool{
 		flagXlate: f.xlate, flagReplied: f.replied, flagMidstream: f.midstream,
-		bpf.DpPwFlowFlagsPW_F_CONFIRMED: f.confirmed,
+		bpf.DpPwFlowFlagsPW_F_CONFIRMED: f.confirmed, bpf.DpPwFlowFlagsPW_F_CLAMP: f.clamp,
 	} {
 		if set {
 			e.Flags |= uint8(flag)

@@ -26,6 +26,7 @@ type opener struct {
 	flows   int
 	asks    [3][][]byte // SYN, ACK, RST of the client
 	before  map[row]uint64
+	kept    int    // world.kept in the beginning, with empty tables
 	backend []addr // of each flow, as chosen in this round
 	port    []uint16
 	failed  []string
@@ -50,7 +51,7 @@ func newOpener(w *world, flows int) *opener {
 			o.asks[kind] = append(o.asks[kind], pkt)
 		}
 	}
-	o.before = w.counters()
+	o.before, o.kept = w.counters(), w.kept()
 	return o
 }
 
@@ -245,6 +246,9 @@ func (o *opener) empty() {
 		for ; len(keys) > 0; keys = keys[min(64, len(keys)):] {
 			o.w.sweep(keys[:min(64, len(keys))]...)
 		}
+	}
+	if n := o.w.kept() - o.kept; n != 0 {
+		o.failf("%d entries are neither there nor counted as removed", n)
 	}
 	for _, m := range []pwmaps.Map[flowKey, pwmaps.Flow]{o.w.set.Flows, o.w.set.FlowsNew} {
 		if left := dump(o.w, m); len(left) != 0 {

@@ -21,7 +21,7 @@ func (e *engine) try(seq sequence) (int, string) {
 			return i, msg
 		}
 	}
-	return 0, ""
+	return len(seq.steps) - 1, e.counted()
 }
 
 // fail reports a sequence that went wrong, after leaving out of it all that

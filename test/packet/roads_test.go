@@ -1,6 +1,7 @@
 package packet
 
 import (
+	"encoding/binary"
 	"net/netip"
 	"testing"
 
@@ -39,6 +40,7 @@ type road struct {
 	answer   func(frame) *result
 	out, in  reason // outcome of the two directions
 	service  uint32 // 0 = none
+	snat     bool   // it goes on under this node's address
 }
 
 func (w *world) roads() []road {
@@ -50,22 +52,22 @@ func (w *world) roads() []road {
 	forwarded := func(fr frame) *result { return w.deliver(devClient, devWire2, fr) }
 	pc, pl := w.podPlace(devClient), w.podPlace(devLocal)
 	return []road{
-		{"pod to pod of this node", pc, pl, f.client, f.local, f.local, client, local, fwdLocal, fwdLocal, 0},
-		{"pod to remote pod", pc, nodePlace(nodeIDB), f.client, f.remote, f.remote, client, nodeB, fwdTunnel, fwdLocal, 0},
-		{"pod to service, local backend", pc, pl, f.client, f.vipLocal, f.local, client, local, fwdLocal, fwdLocal, 11},
-		{"pod to service, remote backend", pc, nodePlace(nodeIDB), f.client, f.vipRemote, f.remote, client, nodeB, fwdTunnel, fwdLocal, 12},
-		{"pod to service on this node's host", pc, hostPlace(), f.client, f.vipHost, f.nodeA, client, hostTo, fwdHost, fwdLocal, 14},
-		{"tunnel to pod", nodePlace(nodeIDB), pc, f.remote, f.client, f.client, nodeB, client, fwdLocal, fwdTunnel, 0},
-		{"other node to pod", nodePlace(nodeIDB), pc, f.nodeB, f.client, f.client, nodeB, client, fwdLocal, fwdTunnel, 0},
-		{"wire to pod", w.wirePlace(), pc, f.world, f.client, f.client, w.wire, client, fwdLocal, fwdWire, 0},
-		{"wire to pod through the stack", place{bpf.DpPwPlaceKindPW_PLACE_WIRE, w.index(devWire2)}, pc, f.world, f.client, f.client, forwarded, client, fwdLocal, fwdWire, 0},
-		{"host to pod", hostPlace(), pc, f.nodeA, f.client, f.client, hostTo, client, fwdLocal, fwdHost, 0},
-		{"host to remote pod", hostPlace(), nodePlace(nodeIDB), f.nodeA, f.remote, f.remote, w.host, nodeB, fwdTunnel, fwdHost, 0},
-		{"host to service, local backend", hostPlace(), pl, f.nodeA, f.vipLocal, f.local, w.host, local, fwdLocal, fwdHost, 11},
-		{"host to service, remote backend", hostPlace(), nodePlace(nodeIDB), f.nodeA, f.vipRemote, f.remote, w.host, nodeB, fwdTunnel, fwdHost, 12},
-		{"pod to host", pc, hostPlace(), f.client, f.nodeA, f.nodeA, client, hostTo, fwdHost, fwdLocal, 0},
-		{"pod to other node", pc, nodePlace(nodeIDB), f.client, f.nodeB, f.nodeB, client, nodeB, fwdTunnel, fwdLocal, 0},
-		{"pod to world", pc, w.wirePlace(), f.client, f.world, f.world, client, w.wire, fwdWire, fwdLocal, 0},
+		{"pod to pod of this node", pc, pl, f.client, f.local, f.local, client, local, fwdLocal, fwdLocal, 0, false},
+		{"pod to remote pod", pc, nodePlace(nodeIDB), f.client, f.remote, f.remote, client, nodeB, fwdTunnel, fwdLocal, 0, false},
+		{"pod to service, local backend", pc, pl, f.client, f.vipLocal, f.local, client, local, fwdLocal, fwdLocal, 11, false},
+		{"pod to service, remote backend", pc, nodePlace(nodeIDB), f.client, f.vipRemote, f.remote, client, nodeB, fwdTunnel, fwdLocal, 12, false},
+		{"pod to service on this node's host", pc, hostPlace(), f.client, f.vipHost, f.nodeA, client, hostTo, fwdHost, fwdLocal, 14, false},
+		{"tunnel to pod", nodePlace(nodeIDB), pc, f.remote, f.client, f.client, nodeB, client, fwdLocal, fwdTunnel, 0, false},
+		{"other node to pod", nodePlace(nodeIDB), pc, f.nodeB, f.client, f.client, nodeB, client, fwdLocal, fwdTunnel, 0, false},
+		{"wire to pod", w.wirePlace(), pc, f.world, f.client, f.client, w.wire, client, fwdLocal, fwdWire, 0, false},
+		{"wire to pod through the stack", place{bpf.DpPwPlaceKindPW_PLACE_WIRE, w.index(devWire2)}, pc, f.world, f.client, f.client, forwarded, client, fwdLocal, fwdWire, 0, false},
+		{"host to pod", hostPlace(), pc, f.nodeA, f.client, f.client, hostTo, client, fwdLocal, fwdHost, 0, false},
+		{"host to remote pod", hostPlace(), nodePlace(nodeIDB), f.nodeA, f.remote, f.remote, w.host, nodeB, fwdTunnel, fwdHost, 0, false},
+		{"host to service, local backend", hostPlace(), pl, f.nodeA, f.vipLocal, f.local, w.host, local, fwdLocal, fwdHost, 11, false},
+		{"host to service, remote backend", hostPlace(), nodePlace(nodeIDB), f.nodeA, f.vipRemote, f.remote, w.host, nodeB, fwdTunnel, fwdHost, 12, false},
+		{"pod to host", pc, hostPlace(), f.client, f.nodeA, f.nodeA, client, hostTo, fwdHost, fwdLocal, 0, false},
+		{"pod to other node", pc, w.wirePlace(), f.client, f.nodeB, f.nodeB, client, w.wire, fwdWire, fwdLocal, 0, true},
+		{"pod to world", pc, w.wirePlace(), f.client, f.world, f.world, client, w.wire, fwdWire, fwdLocal, 0, true},
 	}
 }
 
@@ -102,7 +104,7 @@ func (w *world) macs(r *result, want reason, dst netip.Addr) {
 		w.t.Fatalf("frame that goes on by itself has MACs %x", r.out[:12])
 	}
 	mark := r.shot.hook != toPod && want == fwdTunnel && r.shot.hook != toOverlay ||
-		want == fwdLocal && r.shot.hook == toOverlay ||
+		want == fwdLocal && r.shot.hook == toOverlay || want == fwdWire && r.action == actRedirect ||
 		want == fwdHost && r.action == actRedirect
 	if mark != (r.mark&0x1000 != 0) {
 		w.t.Fatalf("left with mark %#x; the next hook must not decide again: %v", r.mark, mark)
@@ -127,10 +129,14 @@ func (w *world) entries(rd road, first, answer frame, inTable bool) {
 		w.t.Fatalf("reply entry goes %v -> %v, want %v -> %v", at(rev.From), at(rev.To), rd.to, back)
 	}
 	for _, e := range []entry{fwd, rev} {
-		if e.To.Kind == uint8(bpf.DpPwPlaceKindPW_PLACE_WIRE) && maps.FromAddr(e.Nexthop) != w.f.router {
-			w.t.Fatalf("next hop %v, want %v", maps.FromAddr(e.Nexthop), w.f.router)
+		hop := w.f.router
+		if rd.real == w.f.nodeB {
+			hop = w.f.nodeB
 		}
-		if e.is(flagXlate) != (rd.service != 0) || e.Service != rd.service && rd.service != 0 {
+		if e.To.Kind == uint8(bpf.DpPwPlaceKindPW_PLACE_WIRE) && maps.FromAddr(e.Nexthop) != hop {
+			w.t.Fatalf("next hop %v, want %v", maps.FromAddr(e.Nexthop), hop)
+		}
+		if e.is(flagXlate) != (rd.service != 0 || rd.snat) || e.Service != rd.service && rd.service != 0 {
 			w.t.Fatalf("entry of service %d, flags %v", e.Service, maps.FlowFlagNames(e.Flags))
 		}
 		if e.Verdict != maps.VerdictAllow {
@@ -140,6 +146,33 @@ func (w *world) entries(rd road, first, answer frame, inTable bool) {
 	if fwd.is(flagReply) || !rev.is(flagReply) {
 		w.t.Fatal("the entries mistake their direction")
 	}
+}
+
+// begin sends a flow's first packet. What got through the road has the source
+// that the node gave it, if it gave it one: one of its own, and a port of
+// those that are nobody's.
+func (w *world) begin(rd road, first, got frame) frame {
+	w.t.Helper()
+	r := rd.send(first)
+	if rd.snat {
+		d, ok := decode(r.out)
+		if !ok || d.src != w.f.nodeA {
+			w.t.Fatalf("left under %v, want %v", d.src, w.f.nodeA)
+		}
+		got.src = ap(d.src, first.src.Port())
+		switch first.proto {
+		case maps.ProtoTCP, maps.ProtoUDP, maps.ProtoSCTP:
+			port, _ := d.ports()
+			got.src = ap(d.src, port)
+		case protoICMP:
+			got.src = ap(d.src, binary.BigEndian.Uint16(d.upper[4:]))
+		}
+		if port := got.src.Port(); translatable(first.key()) && (port < 1024 || port > 29999) {
+			w.t.Fatalf("left with port %d", port)
+		}
+	}
+	w.check(r, rd.out, got.src, got.dst, miss, created)
+	return got
 }
 
 func TestRoadsTCP(t *testing.T) {
@@ -152,10 +185,8 @@ func TestRoadsTCP(t *testing.T) {
 				if rd.service == 0 {
 					first.dst = ap(rd.asked, podPort)
 				}
-				got := tcp(first.src, ap(rd.real, podPort), syn) // as the other end sees it
+				got := w.begin(rd, first, tcp(first.src, ap(rd.real, podPort), syn)) // as the other end sees it
 				answer := got.back()
-
-				w.check(rd.send(first), rd.out, got.src, got.dst, miss, created)
 				w.entries(rd, first, answer, false)
 				answer.flags = syn | ack
 				w.check(rd.answer(answer), rd.in, first.dst, first.src, hitNew)
@@ -196,10 +227,8 @@ func TestRoadsUDP(t *testing.T) {
 				} else {
 					rd.service += 10
 				}
-				got := udp(first.src, ap(rd.real, podPort))
+				got := w.begin(rd, first, udp(first.src, ap(rd.real, podPort)))
 				answer := got.back()
-
-				w.check(rd.send(first), rd.out, got.src, got.dst, miss, created)
 				// Without a reply nothing is confirmed, however often it is sent.
 				w.check(rd.send(first), rd.out, got.src, got.dst, hitNew)
 				w.entries(rd, first, answer, false)
@@ -226,22 +255,22 @@ func TestRoadsWithoutPorts(t *testing.T) {
 				rd := w.road(rd.name)
 				for _, id := range []uint16{7, 8} {
 					first := echo(rd.src, rd.asked, id)
-					answer := first.back()
-					w.check(rd.send(first), rd.out, first.src, first.dst, miss, created)
-					w.check(rd.answer(answer), rd.in, answer.src, answer.dst, hitNew)
+					got := w.begin(rd, first, first)
+					answer := got.back()
+					w.check(rd.answer(answer), rd.in, first.dst, first.src, hitNew)
 					// However long it goes on, an echo is never confirmed.
-					w.check(rd.send(first), rd.out, first.src, first.dst, hitNew)
-					w.check(rd.answer(answer), rd.in, answer.src, answer.dst, hitNew)
+					w.check(rd.send(first), rd.out, got.src, first.dst, hitNew)
+					w.check(rd.answer(answer), rd.in, first.dst, first.src, hitNew)
 					w.entries(rd, first, answer, false)
 				}
 				first := frame{src: ap(rd.src, 0), dst: ap(rd.asked, 0), proto: protoGRE, payload: []byte("x")}
-				w.check(rd.send(first), rd.out, first.src, first.dst, miss, created)
-				w.check(rd.answer(first.back()), rd.in, first.dst, first.src, hitNew)
+				got := w.begin(rd, first, first)
+				w.check(rd.answer(got.back()), rd.in, first.dst, first.src, hitNew)
 				first.proto = maps.ProtoSCTP
 				first.src, first.dst = ap(rd.src, 5), ap(rd.asked, 6)
-				w.check(rd.send(first), rd.out, first.src, first.dst, miss, created)
-				w.check(rd.answer(first.back()), rd.in, first.dst, first.src, hitNew)
-				w.check(rd.send(first), rd.out, first.src, first.dst, hitNew, confirmed)
+				got = w.begin(rd, first, first)
+				w.check(rd.answer(got.back()), rd.in, first.dst, first.src, hitNew)
+				w.check(rd.send(first), rd.out, got.src, first.dst, hitNew, confirmed)
 			})
 		}
 	})

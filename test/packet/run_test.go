@@ -24,9 +24,16 @@ const (
 	fromNetdev  = bpf.DpPwHookPW_FROM_NETDEV
 	fromOverlay = bpf.DpPwHookPW_FROM_OVERLAY
 	toOverlay   = bpf.DpPwHookPW_TO_OVERLAY
+	toNetdev    = bpf.DpPwHookPW_TO_NETDEV
+	toLo        = bpf.DpPwHookPW_TO_LO
 )
 
+// hooks that own what they see: what cannot be parsed there is dropped. At
+// to_netdev and to_lo it is the host's own and left alone.
 func hooks() []hook { return []hook{fromPod, toPod, fromNetdev, fromOverlay, toOverlay} }
+
+// egress: the stack sends; what it forwards it has a device for.
+func egress(h hook) bool { return h == toPod || h == toOverlay || h == toNetdev || h == toLo }
 
 const (
 	passed    = bpf.DpPwReasonPW_PASS
@@ -49,6 +56,7 @@ const (
 	portChanged = bpf.DpPwReasonPW_FLOW_PORT_CHANGED
 	takenOver   = bpf.DpPwReasonPW_FLOW_TAKEN_OVER
 	midstream   = bpf.DpPwReasonPW_FLOW_MIDSTREAM
+	reselected  = bpf.DpPwReasonPW_FLOW_RESELECTED
 )
 
 // What a program may return: TCX_NEXT, TC_ACT_SHOT, TC_ACT_REDIRECT.
@@ -133,8 +141,10 @@ func (w *world) at(h hook, pkt []byte) shot {
 	switch h {
 	case fromPod, toPod:
 		return shot{hook: h, dev: devClient, pkt: pkt}
-	case fromNetdev:
+	case fromNetdev, toNetdev:
 		return shot{hook: h, dev: devWire, pkt: pkt}
+	case toLo:
+		return shot{hook: h, dev: devLo, pkt: pkt}
 	case fromOverlay:
 		return w.tunnelShot(w.f.nodeB, pkt)
 	}
@@ -244,8 +254,8 @@ func (r *result) ends() (reason, bool) {
 // skipped: packets that an earlier hook decided, and frames for others, are
 // let by uncounted.
 func (r *result) skipped() bool {
-	egress := r.shot.hook == toPod || r.shot.hook == toOverlay
-	return egress && r.shot.mark&0x1000 != 0 || r.shot.hook == fromNetdev && r.shot.other
+	return egress(r.shot.hook) && r.shot.mark&0x1000 != 0 || r.shot.hook == fromNetdev && r.shot.other ||
+		(r.shot.hook == toNetdev || r.shot.hook == toLo) && r.shot.iif != ""
 }
 
 // broken checks what holds for every packet at every hook.
@@ -263,14 +273,15 @@ func (r *result) broken() string {
 	if !ok {
 		return fmt.Sprintf("not exactly one outcome: %v", r)
 	}
-	ingress := r.shot.hook != toPod && r.shot.hook != toOverlay
+	stays := r.shot.hook == toNetdev && why == fwdWire && r.action == actNext
 	want := actNext
 	switch {
 	case maps.IsDrop(why):
 		want = actDrop
-	case why == fwdWire, why == fwdEncap, why == fwdDecap, why == fwdDirect, why == fwdTunnel && ingress, why == fwdLocal && r.shot.hook != toPod:
+	case stays:
+	case why == fwdWire, why == fwdEncap, why == fwdDecap, why == fwdDirect, why == fwdTunnel && r.shot.hook != toOverlay, why == fwdLocal && r.shot.hook != toPod:
 		want = actRedirect
-	case why == fwdHost && r.newSource() && (r.shot.hook == fromPod || r.shot.hook == toOverlay):
+	case why == fwdHost && (r.newSource() && r.shot.hook == fromPod || r.shot.hook == toOverlay || r.shot.hook == toNetdev):
 		// Into the stack by the tunnel's device, which answers marked.
 		want = actRedirect
 	}

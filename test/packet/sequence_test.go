@@ -3,6 +3,7 @@ package packet
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 
 	"github.com/podweir/podweir/internal/bpf"
 	pwmaps "github.com/podweir/podweir/internal/maps"
@@ -110,6 +111,21 @@ func conversations(f family) []conversation {
 		{client, ap(f.free, podPort), udp, 0},
 		{client, ap(f.lost, podPort), udp, 0},
 		{client, ap(f.multicast, podPort), udp, 0},
+		{world, ap(f.nodeA, nodePort), tcp, 0},
+		{world, ap(f.lb, svcPort), tcp, 0},
+		{world, ap(f.lb, svcPort), udp, 0},
+		{ap(f.nodeB, 40000), ap(f.nodeA, nodePort), tcp, 0},
+		{ap(f.world, 40001), ap(f.lb, svcPort+1), tcp, 0},
+		{world, ap(f.vip, svcPort), tcp, 0},
+		{world, ap(f.vip, svcPort+1), tcp, 0},
+		{ap(f.nodeB, 40000), own, tcp, nodeIDC},
+		{client, ap(f.nodeB, nodePort), tcp, 0},
+		{client, ap(f.lb, svcPort), udp, 0},
+		{ap(f.local, 40000), ap(f.vipLocal, svcPort), tcp, 0},
+		{ap(f.local, 40000), ap(f.vipLocal, svcPort), udp, 0},
+		{client, ap(f.world, 53), udp, 0},
+		{ap(f.client, 7), ap(f.world, 0), protoICMP, 0},
+		{ap(f.client, 0), ap(f.world, 0), protoGRE, 0},
 	}
 }
 
@@ -205,7 +221,7 @@ func (e *engine) tuples(c conversation) (out, back flowKey) {
 	}
 	back = out
 	back.Src, back.Sport, back.Dst, back.Dport, back.Via = out.Dst, out.Dport, out.Src, out.Sport, 0
-	if _, all := e.m.choices(out); len(all) != 0 {
+	if _, all := e.m.choices(out, e.home(c.src.Addr()).kind); len(all) != 0 {
 		back.Src, back.Sport = pwmaps.ToAddr(all[0].Addr()), all[0].Port()
 	}
 	return out, back
@@ -355,6 +371,11 @@ func (e *engine) pushOut(s step) string {
 	if !f.have[dir] {
 		return ""
 	}
+	if _, ok, err := e.w.set.FlowsNew.Get(k); err != nil {
+		e.w.t.Fatal(err)
+	} else if ok {
+		e.pushed++
+	}
 	del(e.w, e.w.set.FlowsNew, k)
 	if f.confirmed {
 		delete(e.m.left, k)
@@ -439,6 +460,16 @@ func (e *engine) newSet(s step) {
 	old := svc
 	c.nextSet++
 	svc.Set, svc.Count = c.nextSet, uint32(len(chosen))
+	svc.ExtSet, svc.ExtCount = svc.Set, svc.Count
+	for a, slot := range map[netip.Addr]uint32{f.local: slotLocal, f.remote: slotRemote, f.third: slotThird, f.nodeB: slotNodeB, f.nodeA: slotNodeA} {
+		key := pwmaps.BackendStateKey{Addr: pwmaps.ToAddr(a), Service: svc.Id, Port: podPort}
+		if state := pwmaps.BackendServing; slices.Contains(chosen, a) {
+			edit(w, w.set.BackendStates, c.states, key, &state)
+		} else if _, had := c.states[key]; had && s.from&1 == 0 {
+			edit(w, w.set.BackendStates, c.states, key, nil)
+			c.moved(w, slot)
+		}
+	}
 	for i, a := range chosen {
 		b := pwmaps.Backend{Addr: pwmaps.ToAddr(a), Port: podPort}
 		edit(w, w.set.Backends, c.backends, pwmaps.BackendKey{Set: svc.Set, Slot: uint32(i)}, &b)

@@ -84,7 +84,9 @@ func TestServiceAddressWithoutService(t *testing.T) {
 			t.Fatalf("%d flows of refused packets, %v", len(all), err)
 		}
 		// From outside the node it is the kernel's affair.
-		w.wire(udp(ap(f.world, 1), ap(f.vip, svcPort))).is(passed)
+		w.wire(udp(ap(f.world, 1), ap(f.unowned, svcPort))).is(passed)
+		w.wire(udp(ap(f.world, 1), ap(f.vip, 81))).is(noServicePort, miss)
+		w.wire(udp(ap(f.world, 1), ap(f.vipEmpty, svcPort))).is(noBackend, miss)
 	})
 }
 

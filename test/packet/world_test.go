@@ -22,6 +22,7 @@ type family struct {
 	router, world            netip.Addr
 	vip, vipLocal, vipRemote netip.Addr // services; vip has both backends
 	vipEmpty, vipHost        netip.Addr // without a backend; backend on node a's host
+	lb                       netip.Addr // of a load balancer, outside of all ranges
 	unowned                  netip.Addr // service range, no service
 	lost                     netip.Addr // a pod range whose node is unknown
 	multicast                netip.Addr
@@ -38,7 +39,7 @@ func families() []family {
 		nodeA: a("172.31.0.2"), nodeB: a("172.31.0.3"), nodeC: a("172.31.0.4"),
 		router: a("172.31.0.1"), world: a("203.0.113.9"),
 		vip: a("10.98.235.247"), vipLocal: a("10.98.0.1"), vipRemote: a("10.98.0.2"),
-		vipEmpty: a("10.98.0.3"), vipHost: a("10.98.0.4"), unowned: a("10.98.9.9"),
+		vipEmpty: a("10.98.0.3"), vipHost: a("10.98.0.4"), unowned: a("10.98.9.9"), lb: a("198.51.100.7"),
 		lost: a("10.244.77.1"), multicast: a("224.0.0.251"),
 		podsA: p("10.244.80.0/24"), podsB: p("10.244.158.0/24"), podsC: p("10.244.9.0/24"),
 		podsLost: p("10.244.77.0/24"), services: p("10.98.0.0/16"),
@@ -50,7 +51,7 @@ func families() []family {
 		nodeA: a("fd00:172:31::2"), nodeB: a("fd00:172:31::3"), nodeC: a("fd00:172:31::4"),
 		router: a("fd00:172:31::1"), world: a("2001:db8::9"),
 		vip: a("fd00:10:98::ebf7"), vipLocal: a("fd00:10:98::1"), vipRemote: a("fd00:10:98::2"),
-		vipEmpty: a("fd00:10:98::3"), vipHost: a("fd00:10:98::4"), unowned: a("fd00:10:98::9"),
+		vipEmpty: a("fd00:10:98::3"), vipHost: a("fd00:10:98::4"), unowned: a("fd00:10:98::9"), lb: a("2001:db8:1::7"),
 		lost: a("fd00:10:244:77::1"), multicast: a("ff02::fb"),
 		podsA: p("fd00:10:244:50::/64"), podsB: p("fd00:10:244:9e::/64"), podsC: p("fd00:10:244:9::/64"),
 		podsLost: p("fd00:10:244:77::/64"), services: p("fd00:10:98::/112"),
@@ -86,8 +87,9 @@ const (
 const (
 	svcPort   = 80   // TCP and UDP, to podPort; each protocol has its own set
 	podPort   = 8080 // what the backends listen on
-	sctpPort  = 90   // SCTP, same port at the backend
-	sctpXlate = 91   // SCTP, to another port
+	nodePort  = 30080
+	sctpPort  = 90 // SCTP, same port at the backend
+	sctpXlate = 91 // SCTP, to another port
 	setBoth   = 1
 	setLocal  = 2
 	setRemote = 3
@@ -163,6 +165,11 @@ func (w *world) fill() {
 	clear(w, s.Prefixes)
 	clear(w, s.NodeIDs)
 	clear(w, s.Policy)
+	clear(w, s.BackendStates)
+	clear(w, s.Maglev)
+	clear(w, s.Affinity)
+	clear(w, s.SrcRanges)
+	clear(w, s.DevAddrs)
 	for slot := uint32(slotConst + 1); slot < slotMax; slot++ {
 		put(w, s.Gens, slot, 1)
 	}
@@ -179,8 +186,8 @@ func (w *world) fillPeers() {
 	w.endpoint(f.local, maps.Endpoint{Id: 2, Ifindex: w.index(devLocal), Identity: idLocal, Slot: slotLocal, Mac: mac(0x42)})
 	w.endpoint(f.third, maps.Endpoint{Id: 3, Ifindex: w.index(devThird), Identity: idThird, Slot: slotThird, Mac: mac(0x43)})
 	w.addr(f.remote, maps.Peer{Identity: idRemote, Slot: slotRemote, Node: nodeIDB, Flags: maps.PeerPod})
-	w.addr(f.nodeA, maps.Peer{Identity: maps.IdentityHost, Slot: slotNodeA, Flags: maps.PeerHost})
-	w.addr(f.nodeB, maps.Peer{Identity: maps.IdentityRemoteNode, Slot: slotNodeB, Node: nodeIDB, Flags: maps.PeerNode})
+	w.addr(f.nodeA, maps.Peer{Identity: maps.IdentityHost, Slot: slotNodeA, Flags: maps.PeerHost | maps.PeerNodePort})
+	w.addr(f.nodeB, maps.Peer{Identity: maps.IdentityRemoteNode, Slot: slotNodeB, Node: nodeIDB, Flags: maps.PeerNode | maps.PeerNodePort})
 	w.addr(f.nodeC, maps.Peer{Identity: maps.IdentityRemoteNode, Slot: slotShared, Node: nodeIDC, Flags: maps.PeerNode})
 	w.prefix(f.podsA, maps.Peer{Identity: maps.IdentityPod, Slot: slotShared, Flags: maps.PeerPod | maps.PeerLocal})
 	w.prefix(f.podsB, maps.Peer{Identity: maps.IdentityPod, Slot: slotShared, Node: nodeIDB, Flags: maps.PeerPod})
@@ -192,6 +199,10 @@ func (w *world) fillPeers() {
 	put(w, s.Nodes, nodeIDC, maps.Node{Addr: maps.ToAddr(f.nodeC), Mac: mac(0xc)})
 	put(w, s.NodeIDs, maps.ToAddr(f.nodeB), nodeIDB)
 	put(w, s.NodeIDs, maps.ToAddr(f.nodeC), nodeIDC)
+	for _, index := range []uint32{0, w.index(devWire)} {
+		own := maps.DevAddrs{V4: maps.ToAddr(families()[0].nodeA), V6: maps.ToAddr(families()[1].nodeA)}
+		put(w, s.DevAddrs, index, own)
+	}
 }
 
 func (w *world) fillServices() {
@@ -217,7 +228,20 @@ func (w *world) fillServices() {
 		w.service(f.vipRemote, svcPort, proto, maps.Service{Id: id + 2, Set: setRemote, Count: 1})
 		w.service(f.vipEmpty, svcPort, proto, maps.Service{Id: id + 3})
 		w.service(f.vipHost, svcPort, proto, maps.Service{Id: id + 4, Set: setHost, Count: 1})
+		// From outside to the remote pod alone, so that it takes the tunnel.
+		external := maps.Service{Id: id + 5, Set: setBoth, Count: 2, ExtSet: setRemote, ExtCount: 1, Flags: maps.ServiceExternal}
+		w.service(w.anyNode(), nodePort, proto, external)
+		w.service(f.lb, svcPort, proto, external)
+		w.service(f.lb, svcPort+1, proto, maps.Service{Id: id + 6, Set: setHost, Count: 1, ExtSet: setHost, ExtCount: 1, Flags: maps.ServiceExternal})
 	}
+}
+
+// anyNode is the address of NodePorts.
+func (w *world) anyNode() netip.Addr {
+	if w.f.v6 {
+		return netip.IPv6Unspecified()
+	}
+	return netip.IPv4Unspecified()
 }
 
 func (w *world) index(dev string) uint32 { return uint32(w.devs[dev].index) }
@@ -272,9 +296,36 @@ func (w *world) backends(set uint32, addrs ...netip.AddrPort) {
 	}
 }
 
+// service writes a frontend. What is said of one set alone holds for both.
+// Its backends are all of those that the sets hold by now.
 func (w *world) service(a netip.Addr, port uint16, proto uint8, s maps.Service) {
 	w.t.Helper()
+	if s.ExtSet == 0 && s.Flags == 0 {
+		s.ExtSet, s.ExtCount = s.Set, s.Count
+	}
+	for set, n := range map[uint32]uint32{s.Set: s.Count, s.ExtSet: s.ExtCount} {
+		for slot := range n {
+			b, ok, err := w.set.Backends.Get(maps.BackendKey{Set: set, Slot: slot})
+			if err != nil {
+				w.t.Fatal(err)
+			}
+			if ok {
+				w.state(s.Id, ap(maps.FromAddr(b.Addr), b.Port), maps.BackendIn|maps.BackendExt|maps.BackendServing)
+			}
+		}
+	}
 	put(w, w.set.Services, maps.ServiceKey{Addr: maps.ToAddr(a), Port: port, Proto: proto}, s)
+}
+
+// state says what a backend is to a service; 0: it is gone.
+func (w *world) state(service uint32, b netip.AddrPort, state uint32) {
+	w.t.Helper()
+	k := maps.BackendStateKey{Addr: maps.ToAddr(b.Addr()), Service: service, Port: b.Port()}
+	if state == 0 {
+		del(w, w.set.BackendStates, k)
+		return
+	}
+	put(w, w.set.BackendStates, k, state)
 }
 
 // policy writes one compiled verdict. kind, proto and port as in the key.

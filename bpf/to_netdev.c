@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * tc egress of the node's devices: what the host itself sends to a service
+ * beyond the cluster's range, and the answers of backends on the host's
+ * network to clients that came by a service. All else is left alone.
+ */
+#include "follow.h"
+
+SEC("tc")
+int to_netdev(struct __sk_buff *skb)
+{
+	struct pw_pkt p = { .hook = PW_TO_NETDEV };
+	int err;
+
+	if (pw_take_mark(skb) || skb->ingress_ifindex)
+		return PW_NEXT;
+	err = pw_parse_from_stack(skb, &p);
+	if (err || p.kind != PW_KIND_FLOW)
+		return pw_pass(skb, &p);
+	/* The tunnel's own packets. */
+	if (p.key.proto == IPPROTO_UDP && p.key.dport == cfg_vxlan_port)
+		return pw_pass(skb, &p);
+	if (!pw_host_follows(&p))
+		return pw_pass(skb, &p);
+	return pw_follow(skb, &p);
+}
