@@ -112,6 +112,10 @@ func TestServiceSets(t *testing.T) {
 	b.s.buryLeftovers()
 	web := external{name: "web", port: 30080, here: []string{"10.244.80.66", "10.244.80.67"}, others: []string{"10.244.158.65"}}
 	b.apply(t, web.compiled())
+	// What was sent to those addresses before.
+	b.lostAre(t, "0.0.0.0", lbIP)
+	b.advance(setLinger)
+	b.sweep(t)
 	cip, np, lb := b.services.m[key("10.98.0.1", 80)], b.services.m[key("0.0.0.0", 30080)], b.services.m[key(lbIP, 80)]
 	want := maps.Service{Id: 1, Set: 1, Count: 3, ExtSet: 1, ExtCount: 3}
 	if cip != want {
@@ -232,10 +236,10 @@ func TestServiceFrontendMoves(t *testing.T) {
 	b.s.buryLeftovers()
 	web := external{name: "web", port: 30080, here: []string{"10.244.80.66"}, others: []string{"10.244.158.65"}}
 	b.apply(t, web.compiled())
-	b.lostAre(t)
+	b.lostAre(t, "0.0.0.0", lbIP)
 	web.port = 30081
 	b.apply(t, web.compiled())
-	b.lostAre(t, "10.244.80.66", "10.244.158.65")
+	b.lostAre(t, "0.0.0.0", "10.244.80.66", "10.244.158.65")
 	// Re-created under another name, with the same addresses, in one round.
 	c := external{name: "new", port: 30081, here: []string{"10.244.80.66"}, others: []string{"10.244.158.65"}}.compiled()
 	for k, v := range gone("web") {
@@ -275,7 +279,7 @@ func TestServiceRestartExternal(t *testing.T) {
 	b.apply(t, web.compiled())
 	b.s.buryLeftovers()
 	// Those behind the NodePort that went, new ones too.
-	b.lostAre(t, "10.244.80.66", "10.244.80.67", "10.244.80.68", "10.244.158.65")
+	b.lostAre(t, "0.0.0.0", "10.244.80.66", "10.244.80.67", "10.244.80.68", "10.244.158.65")
 	if v := b.services.m[key(lbIP, 80)]; v.Id != before.Id || v.Set == before.Set || v.ExtSet == before.ExtSet {
 		t.Errorf("load balancer %+v, was %+v", v, before)
 	}
@@ -321,7 +325,7 @@ func TestServiceExternalNoRoom(t *testing.T) {
 		t.Errorf("%d chunks, %d backends", len(b.maglev.m), len(b.backends.m))
 	}
 	b.states.size = 2
-	web.others = []string{"10.244.158.66"}
+	web.others, b.lost = []string{"10.244.158.66"}, nil
 	if _, errs = b.s.apply(web.compiled()); !errors.Is(errs[owner], maps.ErrFull) {
 		t.Errorf("error %v", errs[owner])
 	}
