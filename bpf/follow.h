@@ -6,6 +6,7 @@
 #ifndef PW_FOLLOW_H
 #define PW_FOLLOW_H
 
+#include "answer.h"
 #include "decide.h"
 #include "deliver.h"
 #include "flow.h"
@@ -140,7 +141,7 @@ static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
 	}
 	err = pw_slow(skb, p);
 	if (err)
-		return pw_drop(skb, p, err);
+		return pw_answer(skb, p, err);
 	return pw_act(skb, p, &s->fwd, PW_ACT_FIRST);
 }
 

@@ -19,6 +19,16 @@ enum pw_scratch_of {
 	PW_SCRATCHES = 2,
 };
 
+/* What an ICMP error quotes at most: all that IPv6's smallest MTU leaves. */
+#define PW_QUOTE_MAX 1232
+
+/* An answer in the making: its headers stand right before l4. */
+struct pw_draft {
+	__u8 head[56];
+	__u8 l4[sizeof(struct pw_icmphdr) + PW_QUOTE_MAX + sizeof(__u32)];
+	__u8 pad[4];
+};
+
 /* Working space. */
 struct pw_scratch {
 	struct pw_flow fwd;
@@ -31,6 +41,7 @@ struct pw_scratch {
 	struct pw_flow_key arg;  /* see pw_key_arg */
 	struct pw_target src;
 	struct pw_target dst;
+	struct pw_draft draft;
 };
 
 struct {

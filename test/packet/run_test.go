@@ -266,6 +266,8 @@ func (r *result) broken() string {
 	ingress := r.shot.hook != toPod && r.shot.hook != toOverlay
 	want := actNext
 	switch {
+	case r.counts[refused] != 0:
+		want = actRedirect
 	case maps.IsDrop(why):
 		want = actDrop
 	case why == fwdWire, why == fwdEncap, why == fwdDecap, why == fwdDirect, why == fwdTunnel && ingress, why == fwdLocal && r.shot.hook != toPod:
@@ -276,6 +278,9 @@ func (r *result) broken() string {
 	}
 	if r.action != want {
 		return fmt.Sprintf("action %d does not fit %v", int32(r.action), r)
+	}
+	if msg := r.unanswered(); msg != "" {
+		return msg
 	}
 	if why == passed && !slices.Equal(r.out, r.shot.pkt) {
 		return "a packet left to the kernel was changed"
@@ -291,6 +296,8 @@ const tunnelHeader = 50
 func (r *result) spoiled() string {
 	in, out := r.shot.pkt, r.out
 	switch {
+	case r.counts[refused] != 0:
+		return "" // another packet, see unanswered
 	case r.counts[fwdEncap] != 0:
 		if w := wrong(out); w != "" || len(out) != len(in)+tunnelHeader {
 			return w + " tunnel header is wrong"
