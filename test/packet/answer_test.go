@@ -131,6 +131,10 @@ func TestRefusal(t *testing.T) {
 		}
 		fr := udp(src, dst)
 		for n := range 1460 {
+			// All that is near a limit of ours or of a quote's length.
+			if n > 40 && n < 500 || n > 560 && n < 1180 || n > 1250 && n < 1450 {
+				continue
+			}
 			fr.payload = pattern(n)
 			w.pod(devClient, fr).is(noBackend, miss, refused)
 		}
@@ -139,12 +143,17 @@ func TestRefusal(t *testing.T) {
 		w.pod(devClient, frame{src: src, dst: ap(w.f.vip, 99), proto: maps.ProtoSCTP, payload: pattern(16)}).
 			is(noServicePort, miss, refused)
 		// The sums that come out as zero or all ones are right, too.
-		for i := range 1 << 16 {
-			fr := tcp(ap(w.f.client, uint16(i)), dst, syn)
-			if i%64 != 0 && !edge(refusal(fr.bytes(t))) {
-				continue
+		pkt, edges := tcp(src, dst, syn).bytes(t), 0
+		d, _ := decode(pkt)
+		for port := range 1 << 16 {
+			binary.BigEndian.PutUint16(d.upper, uint16(port))
+			if edge(refusal(pkt)) {
+				edges++
+				w.run(shot{hook: fromPod, dev: devClient, pkt: pkt}).is(noBackend, miss, refused)
 			}
-			w.pod(devClient, fr).is(noBackend, miss, refused)
+		}
+		if edges == 0 {
+			t.Error("no answer's checksum is zero or all ones")
 		}
 	})
 }
