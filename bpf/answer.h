@@ -26,6 +26,9 @@
 #define PW_ERROR_MAX_V4 576
 #define PW_ERROR_MAX_V6 1280
 
+#define PW_FRAME_MIN (ETH_HLEN + sizeof(struct iphdr) + sizeof(struct pw_icmphdr))
+#define PW_FRAME_MAX (ETH_HLEN + PW_ERROR_MAX_V6)
+
 enum pw_error_code {
 	PW_ICMP_PORT_UNREACHABLE = 3,
 	PW_ICMP_FRAG_NEEDED = 4,
@@ -158,10 +161,16 @@ static __always_inline int pw_draft_store(struct __sk_buff *skb, const struct pw
 	__u32 cut = frame + p->l4, room = cut - (p->l4 - head);
 	void *from = d->l4 - head;
 
-	if (len > sizeof(d->l4) || bpf_skb_change_tail(skb, frame + cut, 0) ||
+	if (bpf_skb_change_tail(skb, frame + cut, 0) ||
 	    bpf_skb_adjust_room(skb, -(__s32)cut, BPF_ADJ_ROOM_MAC, 0) ||
 	    bpf_skb_adjust_room(skb, room, BPF_ADJ_ROOM_MAC, 0) ||
 	    bpf_skb_change_tail(skb, frame, 0))
+		return -1;
+	barrier_var(frame);
+	if (frame > PW_FRAME_MAX)
+		return -1;
+	barrier_var(frame);
+	if (frame < PW_FRAME_MIN)
 		return -1;
 	return bpf_skb_store_bytes(skb, 0, from, frame, 0) ? -1 : 0;
 }
@@ -209,7 +218,12 @@ static __always_inline int pw_error(struct __sk_buff *skb, struct pw_pkt *p, str
 	max -= pw_ip_len(p) + sizeof(*icmp);
 	if (quote > max)
 		quote = max;
-	if (quote < sizeof(struct iphdr) + 8 || quote > PW_QUOTE_MAX)
+	barrier_var(quote);
+	if (quote > PW_QUOTE_MAX)
+		return -1;
+	/* Or clang makes one comparison of two, and the verifier sees none. */
+	barrier_var(quote);
+	if (quote < sizeof(struct iphdr) + 8)
 		return -1;
 	icmp->type = type;
 	icmp->code = code;

@@ -62,8 +62,12 @@ __noinline int pw_clamp_mss(struct __sk_buff *skb, struct pw_pkt *p, __u32 mtu)
 	if (bpf_skb_load_bytes(skb, p->l4 + 12, &doff, sizeof(doff)))
 		return 0;
 	n = (doff >> 4) * 4 - sizeof(struct tcphdr);
-	if (n < PW_TCPOLEN_MSS || n > PW_TCP_OPTIONS_MAX ||
-	    bpf_skb_load_bytes(skb, off, s->draft.l4, n))
+	barrier_var(n);
+	if (n > PW_TCP_OPTIONS_MAX)
+		return 0;
+	/* Or clang makes one comparison of two, and the verifier sees none. */
+	barrier_var(n);
+	if (n < PW_TCPOLEN_MSS || bpf_skb_load_bytes(skb, off, s->draft.l4, n))
 		return 0;
 	at = pw_find_mss(s->draft.l4, n);
 	if (at < 0)

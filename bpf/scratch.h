@@ -26,7 +26,8 @@ enum pw_scratch_of {
 struct pw_draft {
 	__u8 head[56];
 	__u8 l4[sizeof(struct pw_icmphdr) + PW_QUOTE_MAX + sizeof(__u32)];
-	__u8 pad[4];
+	/* To the verifier the longest frame may start where the shortest does. */
+	__u8 pad[28];
 };
 
 /* Working space. */
