@@ -2,6 +2,7 @@ package agent
 
 import (
 	"errors"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -382,6 +383,54 @@ func TestPortsOfAnotherOwner(t *testing.T) {
 	}
 	b.apply(t, gone("web"))
 	b.empty(t)
+}
+
+// 10,000 load balancers of 4 backends, all at once and then one change (S31).
+func BenchmarkServices10000(b *testing.B) {
+	all := make(map[service.Owner]service.Compiled)
+	one := func(i int) map[service.Owner]service.Compiled {
+		c := external{name: fmt.Sprint("web-", i), port: uint16(20000 + i),
+			here: []string{"10.244.80.66", "10.244.80.67"}, others: []string{"10.244.158.65", "10.244.158.66"}}.compiled()
+		for _, x := range c {
+			for j, addr := range []string{fmt.Sprintf("10.98.%d.%d", i/256, i%256), "", fmt.Sprintf("192.0.%d.%d", i/256, i%256)} {
+				if addr != "" {
+					x.Ports[0].Frontends[j].Key.Addr = ip(addr)
+				}
+			}
+		}
+		return c
+	}
+	for i := range 10000 {
+		for k, v := range one(i) {
+			all[k] = v
+		}
+	}
+	for b.Loop() {
+		st := newMemStores()
+		for _, size := range []*int{&st.services.size, &st.backends.size, &st.maglev.size, &st.states.size} {
+			*size = 1 << 20
+		}
+		s, err := newServices(st.stores(), time.Now, func(maps.Addr) {})
+		if err != nil {
+			b.Fatal(err)
+		}
+		start := time.Now()
+		if _, errs := s.apply(all); len(errs) != 0 {
+			b.Fatal(errs)
+		}
+		s.buryLeftovers()
+		b.ReportMetric(float64(time.Since(start).Milliseconds()), "ms/all")
+		c := one(7)
+		for _, x := range c {
+			x.Ports[0].Internal = x.Ports[0].Internal[:3]
+			x.Ports[0].States = x.Ports[0].States[:3]
+		}
+		start = time.Now()
+		if _, errs := s.apply(c); len(errs) != 0 {
+			b.Fatal(errs)
+		}
+		b.ReportMetric(float64(time.Since(start).Microseconds()), "us/change")
+	}
 }
 
 // One changed endpoint touches the entries of its own service.
