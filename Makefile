@@ -98,4 +98,4 @@ root:
 
 .PHONY: clean
 clean: ## removes what was built and generated
-	@rm -rf bin internal/bpf/dp_bpfe[lb].go internal/bpf/dp_bpfe[lb].o
+	@rm -rf bin {internal/bpf,test/packet/parts}/*_bpfe[lb].{go,o}

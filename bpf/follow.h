@@ -6,10 +6,12 @@
 #ifndef PW_FOLLOW_H
 #define PW_FOLLOW_H
 
+#include "answer.h"
 #include "decide.h"
 #include "deliver.h"
 #include "flow.h"
 #include "icmp.h"
+#include "mss.h"
 
 static __always_inline int pw_is_syn(const struct pw_pkt *p)
 {
@@ -146,6 +148,45 @@ static __always_inline int pw_host_follows(const struct pw_pkt *p)
 	return pw_service_find(&p->key.dst, p->key.dport, p->key.proto, 0) != NULL;
 }
 
+/*
+ * What enters the tunnel from outside, or leaves by it for there, was made
+ * for a way that may be wider: segments are limited by the MSS, and what is
+ * too big all the same is answered with the tunnel's MTU. Returns 0 or
+ * PW_DROP_TOO_BIG.
+ */
+__noinline int pw_limit(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_node *node;
+	__u32 id, size;
+
+	if (!p || !f || !s)
+		return 0;
+	id = f->to.kind == PW_PLACE_NODE ? f->to.id : f->from.id;
+	node = bpf_map_lookup_elem(&pw_nodes, &id);
+	if (!node || !node->mtu)
+		return 0;
+	s->mtu = node->mtu;
+	if (f->flags & PW_F_CLAMP && pw_clamp_mss(skb, p, s->mtu))
+		pw_count(PW_MSS_CLAMPED, p->hook, p->v6, skb->len);
+	if (!(f->flags & PW_F_TUNNEL) || f->to.kind != PW_PLACE_NODE)
+		return 0;
+	size = skb->gso_size ? skb->gso_size + p->headers : skb->len - ETH_HLEN;
+	return size > s->mtu ? PW_DROP_TOO_BIG : 0;
+}
+
+/*
+ * The action for a packet whose flow is known. One too big that may not be
+ * told so, because it may be fragmented, is left to the tunnel's device.
+ */
+static __always_inline int pw_act_limited(struct __sk_buff *skb, struct pw_pkt *p,
+					  const struct pw_flow *f, enum pw_act_mode mode)
+{
+	if (f->flags & (PW_F_CLAMP | PW_F_TUNNEL) && pw_limit(skb, p, f) && pw_tell_mtu(skb, p))
+		return pw_send_back(skb, p);
+	return pw_act(skb, p, f, mode);
+}
+
 static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
 {
 	struct pw_scratch *s = pw_get_scratch();
@@ -158,12 +199,12 @@ static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
 		return pw_follow_error(skb, p);
 	if (pw_flow_load(&p->key, &s->known, &at) && pw_current(p, &s->known)) {
 		pw_flow_touch(p, &s->known, at, skb->len);
-		return pw_act(skb, p, &s->known, PW_ACT_KNOWN);
+		return pw_act_limited(skb, p, &s->known, PW_ACT_KNOWN);
 	}
 	err = pw_slow(skb, p);
 	if (err)
-		return pw_drop(skb, p, err);
-	return pw_act(skb, p, &s->fwd, PW_ACT_FIRST);
+		return pw_answer(skb, p, err);
+	return pw_act_limited(skb, p, &s->fwd, PW_ACT_FIRST);
 }
 
 #endif

@@ -19,6 +19,17 @@ enum pw_scratch_of {
 	PW_SCRATCHES = 2,
 };
 
+/* What an ICMP error quotes at most: all that IPv6's smallest MTU leaves. */
+#define PW_QUOTE_MAX 1232
+
+/* An answer in the making: its headers stand right before l4. */
+struct pw_draft {
+	__u8 head[56];
+	__u8 l4[sizeof(struct pw_icmphdr) + PW_QUOTE_MAX + sizeof(__u32)];
+	/* To the verifier the longest frame may start where the shortest does. */
+	__u8 pad[28];
+};
+
 /* Working space. */
 struct pw_scratch {
 	struct pw_flow fwd;
@@ -31,8 +42,11 @@ struct pw_scratch {
 	struct pw_flow_key arg;  /* see pw_key_arg */
 	struct pw_target src;
 	struct pw_target dst;
+	struct pw_draft draft;
 	__u32 svc_flags; /* enum pw_service_flags of the frontend that was called */
 	__u32 snat;      /* fwd.src is this node's: the source port must be, too */
+	__u32 mtu;       /* of the way that a packet is too big for */
+	__u32 pad;
 };
 
 struct {

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Compiles bpf/ and writes the Go bindings into internal/bpf (not committed).
+# Compiles bpf/ and writes the Go bindings (not committed): the datapath into
+# internal/bpf, single functions of it for tests into test/packet/parts.
 # The compiler is pinned: another version is an error, not a surprise.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,8 +22,13 @@ types=(pw_addr pw_counter pw_churn_count pw_flow_key pw_flow pw_place pw_gen_ref
 args=()
 for t in "${types[@]}"; do args+=(-type "$t"); done
 
-multiarch=/usr/include/$(uname -m)-linux-gnu
-cd internal/bpf
-GOPACKAGE=bpf go tool bpf2go -cc "$CLANG" -strip "$STRIP" -target bpfel -go-package bpf \
-	"${args[@]}" Dp ../../bpf/podweir.c -- \
-	-O2 -g -mcpu=v3 -std=gnu11 -Wall -Wextra -Werror -Wno-unused-parameter -I../../bpf -I"$multiarch"
+root=$PWD
+compile() { # folder, package, name, source, options
+	cd "$root/$1"
+	GOPACKAGE=$2 go tool bpf2go -cc "$CLANG" -strip "$STRIP" -target bpfel -go-package "$2" \
+		"${@:5}" "$3" "$root/bpf/$4" -- \
+		-O2 -g -mcpu=v3 -std=gnu11 -Wall -Wextra -Werror -Wno-unused-parameter -I"$root/bpf" \
+		-I"/usr/include/$(uname -m)-linux-gnu"
+}
+compile internal/bpf bpf Dp podweir.c "${args[@]}"
+compile test/packet/parts parts Parts parts.c

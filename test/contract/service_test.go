@@ -117,9 +117,10 @@ func TestS1HostNetworkBackend(t *testing.T) {
 				if len(s.Servers) != 2 {
 					t.Errorf("answered by %v, want both nodes", s.Servers)
 				}
-				// Without masquerade the other node, too, sees the pod.
-				if own := ip(w.client, v6).String(); s.Peers[own] != s.OK {
-					t.Errorf("the nodes saw %v, want %s alone", s.Peers, own)
+				// Its own node sees the pod, the other one this node.
+				own, node := ip(w.client, v6).String(), addrs[v6][0].String()
+				if s.Peers[own] != s.Servers["node-a"] || s.Peers[node] != s.Servers["node-b"] {
+					t.Errorf("answered by %v, which saw %v; want node-a to see %s and node-b %s", s.Servers, s.Peers, own, node)
 				}
 				// A host process reaches both: the other node under its own
 				// address, itself under the service's.
@@ -147,8 +148,8 @@ func nodeAddr(n *cluster.Node, v6 bool) netip.Addr {
 }
 
 // What is sent to an address of the service range that no service owns, or to
-// a port that a service lacks, ends here: dropped, with a reason of its own,
-// and not a packet of it leaves the node.
+// a port that a service lacks, ends here, with a reason of its own: the one is
+// dropped, the other refused, and not a packet of it leaves the node.
 func TestS8NoService(t *testing.T) {
 	w := shared(t)
 	// Somebody outside who believes that the service range is behind node-a.
@@ -177,10 +178,8 @@ func TestS8NoService(t *testing.T) {
 				hook string
 			}{{"pod", w.client.Netns, "from_pod"}, {"host", w.a.Netns, "to_overlay"}, {"outside", w.Ext, "to_overlay"}} {
 				reason := c.reason
-				if from.name == "outside" {
-					// Services are not for the outside: its packets are not
-					// looked up, the whole range is nobody's.
-					reason = "drop_no_service"
+				if from.name == "outside" && reason == "drop_no_service_port" {
+					from.hook = "from_netdev"
 				}
 				for _, proto := range protos() {
 					t.Run(c.name+" "+from.name+" "+proto, func(t *testing.T) {
@@ -189,8 +188,12 @@ func TestS8NoService(t *testing.T) {
 						ok(t, err)
 						defer tap.Close()
 						before := readCounters(t, w.a)
-						silent(t, ctx, from.ns, proto, at(dst, c.port).String())
-						atLeast(t, w.a, before, reason, from.hook, v6, 1)
+						if reason == "drop_no_service" {
+							silent(t, ctx, from.ns, proto, at(dst, c.port).String())
+							atLeast(t, w.a, before, reason, from.hook, v6, 1)
+						} else {
+							w.rejected(t, ctx, from.ns, from.hook, proto, at(dst, c.port).String(), reason, v6)
+						}
 						w.closingPing(t, ctx, tap)
 						leaked := tap.Matching(func(p *cluster.Packet) bool {
 							h := p.Last()
@@ -257,9 +260,7 @@ func TestS10ProtocolsAreIndependent(t *testing.T) {
 		families(t, func(t *testing.T, v6 bool) {
 			target := vip(pick(v6, "10.98.10.1", "fd00:10:98::a01"), 80)
 			w.inForce(t, ctx, gone, target)
-			before := readCounters(t, w.a)
-			silent(t, ctx, w.client.Netns, gone, target)
-			atLeast(t, w.a, before, "drop_no_backend", "from_pod", v6, 1)
+			w.rejected(t, ctx, w.client.Netns, "from_pod", gone, target, "drop_no_backend", v6)
 			check(t, v6, map[string]string{"tcp": "udp", "udp": "tcp"}[gone])
 		})
 		ok(t, w.Manifests.Put(slicesOf(gone)...))
@@ -387,9 +388,7 @@ func TestS21Slices(t *testing.T) {
 	ok(t, w.Manifests.Delete(slicesFor("byhand-3", "byhand", all[:1], w.remote)...))
 	families(t, func(t *testing.T, v6 bool) {
 		w.inForce(t, ctx, "tcp", vip(pick(v6, ips[0], ips[1]), 80))
-		before := readCounters(t, w.a)
-		silent(t, ctx, w.client.Netns, "tcp", vip(pick(v6, ips[0], ips[1]), 80))
-		atLeast(t, w.a, before, "drop_no_backend", "from_pod", v6, 1)
+		w.rejected(t, ctx, w.client.Netns, "from_pod", "tcp", vip(pick(v6, ips[0], ips[1]), 80), "drop_no_backend", v6)
 	})
 	publish := svc.DeepCopy()
 	publish.Spec.PublishNotReadyAddresses = true

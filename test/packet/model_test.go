@@ -358,6 +358,9 @@ func (m *model) first(p packet, ch choice, o outcome) outcome {
 	f.back.Src, f.back.Sport, f.back.Dst, f.back.Dport, f.back.Via = p.key.Dst, p.key.Dport, p.key.Src, p.key.Sport, 0
 	if why := m.translate(f, ch); why != 0 {
 		o.end = why
+		if (why == noBackend || why == noServicePort) && m.refuses(p) {
+			o.engine[refused]++
+		}
 		return o
 	}
 	dst := m.resolve(f.back.Src)
@@ -440,6 +443,13 @@ func (m *model) translate(f *mflow, ch choice) reason {
 	f.back.Src, f.back.Sport = pwmaps.ToAddr(ch.backend.Addr()), ch.backend.Port()
 	f.service, f.xlate = svc.Id, true
 	return 0
+}
+
+// refuses: what no service serves is answered where it came from, in
+// protocols with ports; a reset never is.
+func (m *model) refuses(p packet) bool {
+	way := p.hook == fromPod || p.hook == fromNetdev || p.hook == toOverlay && p.from.kind == bpf.DpPwPlaceKindPW_PLACE_HOST
+	return way && hasPorts(p.key.Proto) && !(p.key.Proto == pwmaps.ProtoTCP && p.flags&rst != 0)
 }
 
 // badChoice is no reason of the datapath's: it chose what the rules forbid.

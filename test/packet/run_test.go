@@ -276,6 +276,8 @@ func (r *result) broken() string {
 	stays := r.shot.hook == toNetdev && why == fwdWire && r.action == actNext
 	want := actNext
 	switch {
+	case r.counts[refused] != 0:
+		want = actRedirect
 	case maps.IsDrop(why):
 		want = actDrop
 	case stays:
@@ -287,6 +289,9 @@ func (r *result) broken() string {
 	}
 	if r.action != want {
 		return fmt.Sprintf("action %d does not fit %v", int32(r.action), r)
+	}
+	if msg := r.unanswered(); msg != "" {
+		return msg
 	}
 	if why == passed && !slices.Equal(r.out, r.shot.pkt) {
 		return "a packet left to the kernel was changed"
@@ -302,6 +307,8 @@ const tunnelHeader = 50
 func (r *result) spoiled() string {
 	in, out := r.shot.pkt, r.out
 	switch {
+	case r.counts[refused] != 0:
+		return "" // another packet, see unanswered
 	case r.counts[fwdEncap] != 0:
 		if w := wrong(out); w != "" || len(out) != len(in)+tunnelHeader {
 			return w + " tunnel header is wrong"

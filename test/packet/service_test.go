@@ -53,7 +53,8 @@ func TestEvenChoice(t *testing.T) {
 	})
 }
 
-// What no service offers is refused by name, from wherever it is called.
+// What no service offers is dropped under a name of its own, from wherever it
+// is called, and refused if it is a service's address.
 func TestServiceAddressWithoutService(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {
 		f := w.f
@@ -66,9 +67,14 @@ func TestServiceAddressWithoutService(t *testing.T) {
 			{ap(f.unowned, svcPort), noService},
 			{ap(f.vipEmpty, svcPort), noBackend},
 		} {
-			w.pod(devClient, tcp(ap(f.client, 1), c.dst, syn)).is(c.want, miss)
-			w.host(tcp(ap(f.nodeA, 1), c.dst, syn)).is(c.want, miss)
-			w.pod(devClient, udp(ap(f.client, 1), c.dst)).is(c.want, miss)
+			engine := []reason{miss}
+			if c.want != noService {
+				engine = append(engine, refused)
+			}
+			w.pod(devClient, tcp(ap(f.client, 1), c.dst, syn)).is(c.want, engine...)
+			w.host(tcp(ap(f.nodeA, 1), c.dst, syn)).is(c.want, engine...)
+			w.pod(devClient, udp(ap(f.client, 1), c.dst)).is(c.want, engine...)
+			w.host(udp(ap(f.nodeA, 1), c.dst)).is(c.want, engine...)
 			// Through the tunnel nothing is translated and nothing passed on.
 			w.tunnel(f.nodeB, udp(ap(f.remote, 1), c.dst)).is(noService, miss)
 		}
@@ -85,8 +91,8 @@ func TestServiceAddressWithoutService(t *testing.T) {
 		}
 		// From outside the node it is the kernel's affair.
 		w.wire(udp(ap(f.world, 1), ap(f.unowned, svcPort))).is(passed)
-		w.wire(udp(ap(f.world, 1), ap(f.vip, 81))).is(noServicePort, miss)
-		w.wire(udp(ap(f.world, 1), ap(f.vipEmpty, svcPort))).is(noBackend, miss)
+		w.wire(udp(ap(f.world, 1), ap(f.vip, 81))).is(noServicePort, miss, refused)
+		w.wire(udp(ap(f.world, 1), ap(f.vipEmpty, svcPort))).is(noBackend, miss, refused)
 	})
 }
 
@@ -156,15 +162,15 @@ func TestSetReplaced(t *testing.T) {
 		// Scaled to nothing: new connections are refused, the old one drains.
 		w.service(f.vipRemote, svcPort, maps.ProtoTCP, maps.Service{Id: 12})
 		fresh.src = ap(f.client, 40002)
-		w.pod(devClient, fresh).is(noBackend, miss)
+		w.pod(devClient, fresh).is(noBackend, miss, refused)
 		c.send(ack|psh).is(fwdTunnel, hit)
 		del(w, w.set.Services, maps.ServiceKey{Addr: maps.ToAddr(f.vipRemote), Port: svcPort, Proto: maps.ProtoTCP})
-		w.pod(devClient, fresh).is(noServicePort, miss)
+		w.pod(devClient, fresh).is(noServicePort, miss, refused)
 		c.reply(ack).is(fwdLocal, hit).leaves(c.out.dst, c.out.src)
 
 		// A set that is gone without a successor is no endless search.
 		w.service(f.vipRemote, svcPort, maps.ProtoTCP, maps.Service{Id: 12, Set: 999, Count: 3})
-		w.pod(devClient, fresh).is(noBackend, miss)
+		w.pod(devClient, fresh).is(noBackend, miss, refused)
 	})
 }
 

@@ -7,15 +7,20 @@ import (
 	"net"
 	"net/netip"
 
+	"github.com/cilium/ebpf"
+
 	"github.com/podweir/podweir/internal/bpf"
 	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/test/packet/parts"
 )
 
 func (c *checks) all(ctx context.Context) {
 	w := c.w
+	c.do("parts", loadParts)
 	c.do("attached", w.attached)
 	c.do("local", func() error { return each(w.checkLocal) })
 	c.do("service", func() error { return each(w.checkService) })
+	c.do("refused", func() error { return each(w.checkRefused) })
 	c.do("policy", func() error { return each(w.checkPolicy) })
 	c.do("stale", func() error { return each(w.checkStale) })
 	c.do("host", func() error { return each(w.checkHost) })
@@ -28,11 +33,27 @@ func (c *checks) all(ctx context.Context) {
 	if c.do("offload-off", w.offloadOff) {
 		c.do("checksums", func() error {
 			return each(func(v6 bool) error {
-				return errors.Join(w.checkService(v6), w.checkTunnel(v6, true), w.checkHost(v6))
+				return errors.Join(w.checkService(v6), w.checkRefused(v6), w.checkTunnel(v6, true), w.checkHost(v6))
 			})
 		})
 	}
 	c.do("no-drops", w.noDrops)
+}
+
+// loadParts: the functions that no hook calls yet.
+func loadParts() error {
+	spec, err := parts.LoadParts()
+	if err != nil {
+		return err
+	}
+	for _, m := range spec.Maps {
+		m.Pinning = ebpf.PinNone
+	}
+	var p parts.PartsPrograms
+	if err := spec.LoadAndAssign(&p, nil); err != nil {
+		return err
+	}
+	return p.Close()
 }
 
 // converse is a bit of everything between a pod and an address.
@@ -101,6 +122,22 @@ func (w *world) checkService(v6 bool) error {
 		tcp.want(-20, bpf.DpPwReasonPW_FLOW_HIT, fromPod, v6),
 		w.client.converse(remoteService.ip(v6), servicePort),
 	)
+}
+
+// checkRefused calls a port that a service lacks, from a pod and the node.
+func (w *world) checkRefused(v6 bool) error {
+	at := netip.AddrPortFrom(localService.ip(v6), closed)
+	grown, err := w.a.growth(func() error {
+		return errors.Join(w.client.refused(at), w.client.refusedTCP(at), w.a.refused(at), w.a.refusedTCP(at))
+	})
+	if err != nil {
+		return err
+	}
+	return errors.Join(
+		grown.want(2, bpf.DpPwReasonPW_REFUSED, fromPod, v6),
+		grown.want(2, bpf.DpPwReasonPW_REFUSED, toOverlay, v6),
+		grown.want(2, bpf.DpPwReasonPW_DROP_NO_SERVICE_PORT, fromPod, v6),
+		grown.want(2, bpf.DpPwReasonPW_DROP_NO_SERVICE_PORT, toOverlay, v6))
 }
 
 // checkPolicy isolates the local pod: only podPort is allowed.

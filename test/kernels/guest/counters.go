@@ -99,6 +99,7 @@ func (w *world) noDrops() error {
 			switch {
 			case k.reason < bpf.DpPwReasonPW_DROP_MALFORMED:
 			case k.reason == bpf.DpPwReasonPW_DROP_MULTICAST && k.hook == toOverlay:
+			case k.reason == bpf.DpPwReasonPW_DROP_NO_SERVICE_PORT && n == w.a:
 			case k.reason == bpf.DpPwReasonPW_DROP_POLICY_INGRESS && k.hook == fromPod && n == w.a:
 			default:
 				errs = append(errs, fmt.Errorf("%s dropped %d packets at %s: %s",

@@ -175,6 +175,18 @@ func (s *space) refused(to netip.AddrPort) error {
 	return nil
 }
 
+// refusedTCP wants a reset at once.
+func (s *space) refusedTCP(to netip.AddrPort) error {
+	conn, err := s.dial("tcp", to)
+	if err == nil {
+		return errors.Join(fmt.Errorf("TCP to closed port %v: connected", to), conn.Close())
+	}
+	if !errors.Is(err, syscall.ECONNREFUSED) {
+		return fmt.Errorf("TCP to closed port %v: %v, want connection refused", to, err)
+	}
+	return nil
+}
+
 // pings gives every call its own identifier: a flow of its own.
 var pings atomic.Uint32
 

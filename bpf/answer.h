@@ -1,0 +1,350 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/*
+ * The datapath's own answers. A packet that nobody serves, or that is too
+ * large, is turned in place into what a host would answer, and goes back
+ * where it came from.
+ *
+ * The answer is written whole, with final checksums. So that nothing
+ * downstream computes another over it, the packet first loses whatever the
+ * kernel knows of its old checksum, see pw_draft_store.
+ */
+#ifndef PW_ANSWER_H
+#define PW_ANSWER_H
+
+#include "decide.h"
+#include "deliver.h"
+#include "nat.h"
+#include "policy.h"
+#include "scratch.h"
+
+#define PW_ANSWER_TTL 64
+#define PW_CSUM_CHUNK 512 /* what bpf_csum_diff takes at once */
+#define PW_PACKET_BROADCAST 1
+#define PW_PACKET_MULTICAST 2
+
+/* An ICMP error may be this long as an IP packet (RFC 1812, RFC 4443). */
+#define PW_ERROR_MAX_V4 576
+#define PW_ERROR_MAX_V6 1280
+
+#define PW_FRAME_MIN (ETH_HLEN + sizeof(struct iphdr) + sizeof(struct pw_icmphdr))
+#define PW_FRAME_MAX (ETH_HLEN + PW_ERROR_MAX_V6)
+
+enum pw_error_code {
+	PW_ICMP_PORT_UNREACHABLE = 3,
+	PW_ICMP_FRAG_NEEDED = 4,
+	PW_ICMP_REDIRECT = 5,
+	PW_ICMP6_UNREACHABLE = 1,
+	PW_ICMP6_TOO_BIG = 2,
+	PW_ICMP6_PORT_UNREACHABLE = 4,
+	PW_ICMP6_REDIRECT = 137,
+};
+
+static __always_inline __u32 pw_ip_len(const struct pw_pkt *p)
+{
+	return p->v6 ? sizeof(struct ipv6hdr) : sizeof(struct iphdr);
+}
+
+/* May this packet be answered at all (RFC 1122 3.2.2, RFC 4443 2.4)? */
+static __always_inline int pw_answerable(const struct __sk_buff *skb, const struct pw_pkt *p)
+{
+	return p->kind == PW_KIND_FLOW && p->l3 == ETH_HLEN && p->l4 >= ETH_HLEN + pw_ip_len(p) &&
+	       skb->pkt_type != PW_PACKET_BROADCAST && skb->pkt_type != PW_PACKET_MULTICAST &&
+	       !pw_addr_is_multicast(&p->key.dst) && !pw_addr_is_bad_source(&p->key.src);
+}
+
+/* How long the packet says that it is, IP header included. */
+static __always_inline __u32 pw_packet_len(struct __sk_buff *skb, const struct pw_pkt *p)
+{
+	__u32 have = skb->len - ETH_HLEN, len;
+	__be16 field;
+
+	if (bpf_skb_load_bytes(skb,
+			       ETH_HLEN + (p->v6 ? offsetof(struct ipv6hdr, payload_len)
+						 : offsetof(struct iphdr, tot_len)),
+			       &field, sizeof(field)))
+		return 0;
+	len = bpf_ntohs(field);
+	if (!len) /* BIG TCP */
+		return have;
+	if (p->v6)
+		len += sizeof(struct ipv6hdr);
+	return len < have ? len : have;
+}
+
+/*
+ * The checksum of the answer's transport part. A v4-mapped address adds what
+ * its last word adds: 0xffff is zero here.
+ */
+static __always_inline __u16 pw_draft_sum(const struct pw_pkt *p, struct pw_draft *d, __u32 len,
+					  __u8 proto, int pseudo)
+{
+	__u32 left = (len + 3) & ~3U, sum = 0, n;
+	__u64 all;
+	int i;
+
+	for (i = 0; i < 3; i++) {
+		n = left < PW_CSUM_CHUNK ? left : PW_CSUM_CHUNK;
+		sum = bpf_csum_diff(NULL, 0, (__be32 *)(d->l4 + i * PW_CSUM_CHUNK), n, sum);
+		left -= n;
+		if (!left)
+			break;
+	}
+	all = sum;
+	if (pseudo) {
+		for (i = 0; i < 4; i++) {
+			all += pw_addr_word(&p->key.src, i);
+			all += pw_addr_word(&p->key.dst, i);
+		}
+		all += bpf_htonl(len);
+		all += bpf_htonl(proto);
+	}
+	return ~pw_fold(all);
+}
+
+/* The headers before the answer's transport part, addresses turned round. */
+static __always_inline int pw_draft_head(struct __sk_buff *skb, const struct pw_pkt *p,
+					 struct pw_draft *d, __u32 len, __u8 proto)
+{
+	struct iphdr *ip = (void *)(d->l4 - sizeof(*ip));
+	struct ipv6hdr *ip6 = (void *)(d->l4 - sizeof(*ip6));
+	__u32 v4_len = sizeof(*ip) + len;
+	struct ethhdr in, *eth;
+
+	if (bpf_skb_load_bytes(skb, 0, &in, sizeof(in)))
+		return -1;
+	if (p->v6) {
+		__builtin_memset(ip6, 0, sizeof(*ip6));
+		ip6->version = 6;
+		ip6->payload_len = bpf_htons(len);
+		ip6->nexthdr = proto;
+		ip6->hop_limit = PW_ANSWER_TTL;
+		__builtin_memcpy(&ip6->saddr, p->key.dst.b, 16);
+		__builtin_memcpy(&ip6->daddr, p->key.src.b, 16);
+		eth = (void *)ip6 - sizeof(*eth);
+	} else {
+		__builtin_memset(ip, 0, sizeof(*ip));
+		ip->version = 4;
+		ip->ihl = 5;
+		ip->tot_len = bpf_htons(v4_len);
+		/* Never fragmented, so it needs no identification (RFC 6864). */
+		ip->frag_off = bpf_htons(0x4000);
+		ip->ttl = PW_ANSWER_TTL;
+		ip->protocol = proto;
+		ip->saddr = pw_addr_word(&p->key.dst, 3);
+		ip->daddr = pw_addr_word(&p->key.src, 3);
+		ip->check = ~pw_fold((__u32)bpf_csum_diff(NULL, 0, (__be32 *)ip, sizeof(*ip), 0));
+		eth = (void *)ip - sizeof(*eth);
+	}
+	__builtin_memcpy(eth->h_dest, in.h_source, 6);
+	__builtin_memcpy(eth->h_source, in.h_dest, 6);
+	eth->h_proto = in.h_proto;
+	return 0;
+}
+
+/*
+ * Puts the draft in the packet's place; len is that of its transport part.
+ *
+ * The old packet's checksum may be left to a device (CHECKSUM_PARTIAL), which
+ * would later write a sum into the answer. A program cannot change that, nor
+ * read it; but the kernel drops the request when the place where the sum
+ * starts is taken off the packet's front. So all of it is taken off, and room
+ * made again, which leaves the transport header where the answer has it.
+ * Should the sum start beyond what is taken off, then the last step fails,
+ * because it would cut the sum's own field off. What a device said of the old
+ * packet's checksum (UNNECESSARY, COMPLETE) is forgotten in the same steps,
+ * and segmentation in the first.
+ */
+static __always_inline int pw_draft_store(struct __sk_buff *skb, const struct pw_pkt *p,
+					  struct pw_draft *d, __u32 len)
+{
+	__u32 head = ETH_HLEN + pw_ip_len(p), frame = head + len;
+	__u32 cut = frame + p->l4, room = cut - (p->l4 - head);
+	void *from = d->l4 - head;
+
+	if (bpf_skb_change_tail(skb, frame + cut, 0) ||
+	    bpf_skb_adjust_room(skb, -(__s32)cut, BPF_ADJ_ROOM_MAC, 0) ||
+	    bpf_skb_adjust_room(skb, room, BPF_ADJ_ROOM_MAC, 0) ||
+	    bpf_skb_change_tail(skb, frame, 0))
+		return -1;
+	barrier_var(frame);
+	if (frame > PW_FRAME_MAX)
+		return -1;
+	barrier_var(frame);
+	if (frame < PW_FRAME_MIN)
+		return -1;
+	return bpf_skb_store_bytes(skb, 0, from, frame, 0) ? -1 : 0;
+}
+
+/* RFC 9293 3.10.7.1: what a closed port answers. */
+static __always_inline int pw_reset(struct __sk_buff *skb, struct pw_pkt *p, struct pw_draft *d)
+{
+	struct tcphdr *rst = (void *)d->l4;
+	__u32 len = pw_packet_len(skb, p), headers;
+	struct tcphdr in;
+
+	if (p->tcp_flags & PW_TCP_RST_BIT || bpf_skb_load_bytes(skb, p->l4, &in, sizeof(in)))
+		return -1;
+	headers = p->l4 - ETH_HLEN + in.doff * 4;
+	if (len < headers)
+		return -1;
+	__builtin_memset(rst, 0, sizeof(*rst));
+	rst->source = in.dest;
+	rst->dest = in.source;
+	rst->doff = sizeof(*rst) / 4;
+	rst->rst = 1;
+	if (p->tcp_flags & PW_TCP_ACK) {
+		rst->seq = in.ack_seq;
+	} else {
+		rst->ack = 1;
+		rst->ack_seq =
+			bpf_htonl(bpf_ntohl(in.seq) + len - headers +
+				  !!(p->tcp_flags & PW_TCP_SYN) + !!(p->tcp_flags & PW_TCP_FIN));
+	}
+	rst->check = pw_draft_sum(p, d, sizeof(*rst), IPPROTO_TCP, 1);
+	if (pw_draft_head(skb, p, d, sizeof(*rst), IPPROTO_TCP))
+		return -1;
+	return pw_draft_store(skb, p, d, sizeof(*rst));
+}
+
+/* An ICMP error about the packet; rest is the header's second word. */
+static __always_inline int pw_error(struct __sk_buff *skb, struct pw_pkt *p, struct pw_draft *d,
+				    __u8 type, __u8 code, __be32 rest)
+{
+	__u8 proto = p->v6 ? IPPROTO_ICMPV6 : IPPROTO_ICMP;
+	struct pw_icmphdr *icmp = (void *)d->l4;
+	__u32 max = p->v6 ? PW_ERROR_MAX_V6 : PW_ERROR_MAX_V4;
+	__u32 quote = pw_packet_len(skb, p), len;
+
+	max -= pw_ip_len(p) + sizeof(*icmp);
+	if (quote > max)
+		quote = max;
+	barrier_var(quote);
+	if (quote > PW_QUOTE_MAX)
+		return -1;
+	/* Or clang makes one comparison of two, and the verifier sees none. */
+	barrier_var(quote);
+	if (quote < sizeof(struct iphdr) + 8)
+		return -1;
+	icmp->type = type;
+	icmp->code = code;
+	icmp->check = 0;
+	__builtin_memcpy(&icmp->id, &rest, sizeof(rest));
+	/* The checksum is taken over whole words. */
+	*(__u32 *)(d->l4 + sizeof(*icmp) + (quote & ~3U)) = 0;
+	if (bpf_skb_load_bytes(skb, ETH_HLEN, d->l4 + sizeof(*icmp), quote))
+		return -1;
+	len = sizeof(*icmp) + quote;
+	icmp->check = pw_draft_sum(p, d, len, proto, p->v6);
+	if (pw_draft_head(skb, p, d, len, proto))
+		return -1;
+	return pw_draft_store(skb, p, d, len);
+}
+
+/* 0: the packet is the answer now. Else it must be dropped, unanswered. */
+__noinline int pw_refuse(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	struct pw_scratch *s = pw_get_scratch();
+
+	if (!p || !s || !pw_answerable(skb, p) || !pw_has_ports(p->key.proto))
+		return -1;
+	if (p->key.proto == IPPROTO_TCP)
+		return pw_reset(skb, p, &s->draft);
+	if (p->v6)
+		return pw_error(skb, p, &s->draft, PW_ICMP6_UNREACHABLE, PW_ICMP6_PORT_UNREACHABLE,
+				0);
+	return pw_error(skb, p, &s->draft, PW_ICMP_UNREACHABLE, PW_ICMP_PORT_UNREACHABLE, 0);
+}
+
+/*
+ * The same for a packet that does not fit its way (RFC 1191, RFC 4443 3.2).
+ * Not an answer: one that may be fragmented.
+ */
+__noinline int pw_too_big(struct __sk_buff *skb, struct pw_pkt *p, __u32 mtu)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	__be16 frag;
+	__u8 type;
+
+	if (!p || !s || !pw_answerable(skb, p))
+		return -1;
+	if (p->key.proto == IPPROTO_ICMP || p->key.proto == IPPROTO_ICMPV6) {
+		if (bpf_skb_load_bytes(skb, p->l4, &type, sizeof(type)) ||
+		    type == (p->v6 ? PW_ICMP6_REDIRECT : PW_ICMP_REDIRECT))
+			return -1;
+	}
+	if (p->v6)
+		return pw_error(skb, p, &s->draft, PW_ICMP6_TOO_BIG, 0, bpf_htonl(mtu));
+	if (bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct iphdr, frag_off), &frag,
+			       sizeof(frag)) ||
+	    !(frag & bpf_htons(0x4000)))
+		return -1;
+	return pw_error(skb, p, &s->draft, PW_ICMP_UNREACHABLE, PW_ICMP_FRAG_NEEDED,
+			bpf_htonl(mtu & 0xffff));
+}
+
+/*
+ * Back to the sender, whose address the answer has. What this host sent
+ * enters its stack by the tunnel's device, see pw_to_host.
+ */
+static __always_inline int pw_send_back(struct __sk_buff *skb, const struct pw_pkt *p)
+{
+	__u32 ifindex;
+
+	/* Or clang keeps the field's address, which the verifier refuses. */
+	barrier_var(skb);
+	ifindex = skb->ifindex;
+	if (p->hook == PW_FROM_POD) {
+		pw_make_ours(skb);
+		return bpf_redirect_peer(ifindex, 0);
+	}
+	skb->mark |= cfg_mark;
+	if (p->hook == PW_FROM_NETDEV)
+		return bpf_redirect(ifindex, 0);
+	return bpf_redirect(cfg_overlay_ifindex, BPF_F_INGRESS);
+}
+
+/* Is there a way back from this hook? */
+static __always_inline int pw_has_way_back(const struct pw_pkt *p)
+{
+	switch (p->hook) {
+	case PW_FROM_POD:
+	case PW_FROM_NETDEV:
+		return 1;
+	case PW_TO_OVERLAY:
+	case PW_TO_LO:
+	case PW_TO_NETDEV:
+		return p->from.kind == PW_PLACE_HOST && cfg_overlay_ifindex;
+	}
+	return 0;
+}
+
+/*
+ * Tells the sender of a packet that does not fit (see pw_limit) how large it
+ * may be. Returns 1 when the packet is the answer now.
+ */
+static __always_inline int pw_tell_mtu(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	__u32 len = skb->len;
+
+	if (!s || !pw_has_way_back(p) || pw_too_big(skb, p, s->mtu))
+		return 0;
+	pw_count(PW_DROP_TOO_BIG, p->hook, p->v6, len);
+	pw_count(PW_TOO_BIG_SENT, p->hook, p->v6, skb->len);
+	return 1;
+}
+
+/* The end of a packet that is not let through: dropped, and maybe answered. */
+static __always_inline int pw_answer(struct __sk_buff *skb, struct pw_pkt *p, __u32 reason)
+{
+	int act = pw_drop(skb, p, reason);
+
+	if (reason != PW_DROP_NO_BACKEND && reason != PW_DROP_NO_SERVICE_PORT)
+		return act;
+	if (!pw_has_way_back(p) || pw_refuse(skb, p))
+		return act;
+	pw_count(PW_REFUSED, p->hook, p->v6, skb->len);
+	return pw_send_back(skb, p);
+}
+
+#endif
