@@ -192,7 +192,7 @@ func (p *Pod) network() *libcni.NetworkConfigList {
 			"type":         "podweir-cni",
 			"socket":       p.Node.Socket(),
 			"stateDir":     p.Node.StateDir(),
-			"capabilities": map[string]bool{"ips": true},
+			"capabilities": map[string]bool{"ips": true, "portMappings": true},
 		}},
 	})
 	if err != nil { // strings only
