@@ -1,0 +1,194 @@
+package cni
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	pwmaps "github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/test/cluster"
+	"github.com/podweir/podweir/test/mesh"
+)
+
+const (
+	nodeA4, nodeA6 = "172.31.0.2", "fd00:172:31::2"
+	second4        = "172.31.0.22" // an address that node-a gets later
+)
+
+// both maps a host port in both protocols.
+func both(hostIP string, hostPort int) []cluster.PortMapping {
+	return []cluster.PortMapping{
+		{HostPort: hostPort, ContainerPort: port, Protocol: "tcp", HostIP: hostIP},
+		{HostPort: hostPort, ContainerPort: port, Protocol: "udp", HostIP: hostIP},
+	}
+}
+
+// call is who asks which address for a host port, and what has to come of it.
+type call struct {
+	from *cluster.Netns
+	to   string
+	want string     // who answers; empty = refused
+	peer netip.Addr // whom the pod sees; the zero Addr = not looked at
+}
+
+// calls has every call made once, in both protocols, and takes no second try.
+func (w *world) calls(when string, list []call) {
+	w.Helper()
+	ctx, cancel := context.WithTimeout(w.ctx, 10*time.Second)
+	defer cancel()
+	var probes []mesh.Probe
+	var want []call
+	for _, c := range list {
+		for _, proto := range []string{"tcp", "udp"} {
+			probes = append(probes, mesh.Probe{From: c.from, Proto: proto, To: netip.MustParseAddrPort(c.to)})
+			want = append(want, c)
+		}
+	}
+	got, err := mesh.Run(ctx, probes, nil)
+	w.must(err)
+	for i, r := range got {
+		outcome := mesh.Answered
+		if want[i].want == "" {
+			outcome = mesh.Refused
+		}
+		if r.Outcome != outcome || r.Server != want[i].want {
+			w.Errorf("%s: %v: %s by %q, want %s by %q (%v)", when, probes[i], r.Outcome, r.Server, outcome, want[i].want, r.Err)
+		} else if p := want[i].peer; p.IsValid() && r.Peer != p {
+			w.Errorf("%s: %v: the pod saw %v, want %v", when, probes[i], r.Peer, p)
+		}
+	}
+}
+
+// frontends is how many ports the services and pods of a node have.
+func (w *world) frontends(n *cluster.Node) []string {
+	w.Helper()
+	all, err := w.sets[n.NodeName].Services.Dump()
+	w.must(err)
+	var out []string
+	for k := range maps.Keys(all) {
+		out = append(out, pwmaps.KeyString(k))
+	}
+	slices.Sort(out)
+	return out
+}
+
+// A port of the node leads to the pod that asked for it, for everybody, from
+// ADD to DEL, whether the agent runs or not.
+func (w *world) hostPorts() {
+	a, b := w.c.Node("node-a"), w.c.Node("node-b")
+	before, none := w.traces(a), w.frontends(a)
+	near, err := w.add(object("near", "node-a"))
+	w.must(err)
+	far, err := w.add(object("far", "node-b"))
+	w.must(err)
+	ports := slices.Concat(both("", 8888), both(nodeA4, 9999), both("::", 9996))
+	web, err := w.add(object("web", "node-a"), ports...)
+	w.must(err)
+	w.must(web.Check(w.ctx))
+
+	nodeB := map[bool]netip.Addr{true: b.Config.Addrs[0].Addr(), false: b.Config.Addrs[1].Addr()}
+	all := func(at string, want string) []call {
+		v4 := !strings.HasPrefix(at, "[")
+		own, of := netip.MustParseAddrPort(at).Addr(), func(p *cluster.Pod) netip.Addr {
+			if v4 {
+				return p.IPv4()
+			}
+			return p.IPv6()
+		}
+		ext := netip.MustParseAddr("172.31.0.1")
+		if !v4 {
+			ext = netip.MustParseAddr("fd00:172:31::1")
+		}
+		node := a.Config.Addrs[0].Addr()
+		if !v4 {
+			node = a.Config.Addrs[1].Addr()
+		}
+		return []call{
+			{w.c.Ext, at, want, ext},
+			{a.Netns, at, want, own},
+			{b.Netns, at, want, nodeB[v4]},
+			{near.Netns, at, want, of(near)},
+			{far.Netns, at, want, nodeB[v4]},
+			{web.Netns, at, want, node},
+		}
+	}
+	at4, at6 := fmt.Sprintf("%s:8888", nodeA4), fmt.Sprintf("[%s]:8888", nodeA6)
+	whole := slices.Concat(all(at4, "web"), all(at6, "web"), all(nodeA4+":9999", "web"), []call{
+		{w.c.Ext, fmt.Sprintf("[%s]:9999", nodeA6), "", netip.Addr{}}, // of IPv4 alone
+		{w.c.Ext, nodeA4 + ":9996", "", netip.Addr{}},                 // of IPv6 alone
+		{w.c.Ext, fmt.Sprintf("[%s]:9996", nodeA6), "web", netip.Addr{}},
+		{w.c.Ext, "172.31.0.3:8888", "", netip.Addr{}}, // another node's
+	})
+	w.calls("after ADD", whole)
+
+	// A port is one pod's; the other one harms nothing.
+	rival := object("rival", "node-a")
+	w.must(w.c.Manifests.Put(rival))
+	for _, ports := range [][]cluster.PortMapping{both("", 8888), both(nodeA4, 8888), both("0.0.0.0", 9999)} {
+		p, err := w.c.AddPod(w.ctx, rival, ports...)
+		if err == nil || !strings.Contains(err.Error(), "default/web") {
+			w.Errorf("ADD with %v: %v, want an error that names default/web", ports, err)
+		}
+		if p == nil {
+			p = w.c.Pod("default", "rival")
+		}
+		w.must(p.Delete(w.ctx))
+	}
+	// Neither is one for another address of the node in the way.
+	second, err := w.add(rival, both(second4, 9999)...)
+	w.must(err)
+	_, err = a.Exec(w.ctx, "ip", "addr", "add", second4+"/24", "dev", "eth0")
+	w.must(err)
+	wait := func(what string, want ...call) {
+		w.Helper()
+		ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+		defer cancel()
+		if err := cluster.Eventually(ctx, func() error {
+			r, err := mesh.Run(ctx, []mesh.Probe{{From: want[0].from, Proto: "tcp", To: netip.MustParseAddrPort(want[0].to)}}, nil)
+			if err == nil && r[0].Outcome != mesh.Answered {
+				err = fmt.Errorf("%s: %+v", what, r[0])
+			}
+			if err != nil {
+				return err
+			}
+			return nil
+		}); err != nil {
+			w.Fatal(err)
+		}
+		w.calls(what, want)
+	}
+	wait("a new address of the node",
+		call{w.c.Ext, second4 + ":9999", "rival", netip.Addr{}}, call{w.c.Ext, second4 + ":8888", "web", netip.Addr{}})
+	_, err = a.Exec(w.ctx, "ip", "addr", "del", second4+"/24", "dev", "eth0")
+	w.must(err)
+	w.remove(second)
+	w.calls("after the rival", whole)
+
+	// The agent's death and return make no difference.
+	w.must(a.KillAgent(w.ctx))
+	w.calls("without the agent", whole)
+	w.must(a.StartAgent(w.ctx))
+	w.calls("after the restart", whole)
+	w.must(web.Check(w.ctx))
+	web.PortMappings = ports[:2]
+	if err := web.Check(w.ctx); err == nil || !strings.Contains(err.Error(), "port mappings") {
+		w.Errorf("CHECK with other port mappings: %v", err)
+	}
+
+	w.remove(web)
+	w.calls("after DEL", []call{
+		{w.c.Ext, at4, "", netip.Addr{}}, {w.c.Ext, at6, "", netip.Addr{}}, {w.c.Ext, nodeA4 + ":9999", "", netip.Addr{}},
+		{a.Netns, at4, "", netip.Addr{}}, {a.Netns, at6, "", netip.Addr{}},
+		{b.Netns, at4, "", netip.Addr{}}, {near.Netns, at4, "", netip.Addr{}}, {near.Netns, at6, "", netip.Addr{}},
+	})
+	if got := w.frontends(a); !slices.Equal(got, none) {
+		w.Errorf("frontends after DEL: %v, before ADD %v", got, none)
+	}
+	w.remove(near)
+	w.remove(far)
+	w.baseline(a, before)
+}
