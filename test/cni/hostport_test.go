@@ -192,3 +192,50 @@ func (w *world) hostPorts() {
 	w.remove(far)
 	w.baseline(a, before)
 }
+
+// What ran to a port before it was a pod's, or was another's, goes to the pod
+// that has it now, UDP over the very tuple.
+func (w *world) hostPortReused() {
+	a, b := w.c.Node("node-a"), w.c.Node("node-b")
+	near, err := w.add(object("near", "node-a"))
+	w.must(err)
+	far, err := w.add(object("far", "node-b"))
+	w.must(err)
+	callers := []*cluster.Netns{w.c.Ext, a.Netns, b.Netns, near.Netns, far.Netns}
+	ask := func(when, want string) {
+		w.Helper()
+		for _, from := range callers {
+			for _, at := range []string{nodeA4 + ":8887", fmt.Sprintf("[%s]:8887", nodeA6)} {
+				for _, proto := range []string{"tcp", "udp"} {
+					timeout := "5s"
+					if want == "" {
+						timeout = "200ms"
+					}
+					s, err := from.Send(w.ctx, at, "-proto", proto, "-sport", "41000", "-timeout", timeout)
+					w.must(err)
+					got := ""
+					if s.First != nil {
+						got = s.First.Reply.Server
+					}
+					if got != want {
+						w.Errorf("%s: %s %s from %s: answered by %q, want %q (%+v)", when, proto, at, from.Name, got, want, s.Failure)
+					}
+				}
+			}
+		}
+	}
+	ask("before", "")
+	for _, name := range []string{"first", "second"} {
+		obj := object(name, "node-a")
+		w.must(w.c.Manifests.Put(obj))
+		p, err := w.c.AddPod(w.ctx, obj, both("", 8887)...)
+		w.must(err)
+		_, err = p.Serve(w.ctx, name, port)
+		w.must(err)
+		ask("after ADD", name)
+		w.remove(p)
+	}
+	ask("after", "")
+	w.remove(near)
+	w.remove(far)
+}
