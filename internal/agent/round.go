@@ -47,6 +47,9 @@ func (a *Agent) round(ctx context.Context) time.Time {
 	}
 	a.syncServices(txn)
 	if endpoints {
+		// Running flows follow before anybody is told. What fails here fails
+		// again below.
+		_ = a.gens.flush()
 		a.world.local.answer(a.inForce, a.hostPortsInForce)
 	}
 	if a.dirty.stack || a.dirty.nodes {

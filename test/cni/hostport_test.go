@@ -9,6 +9,11 @@ import (
 	"strings"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
+
 	pwmaps "github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/test/cluster"
 	"github.com/podweir/podweir/test/mesh"
@@ -168,6 +173,8 @@ func (w *world) hostPorts() {
 	w.remove(second)
 	w.calls("after the rival", whole)
 
+	w.hostPortPolicy(near, at4)
+
 	// The agent's death and return make no difference.
 	w.must(a.KillAgent(w.ctx))
 	w.calls("without the agent", whole)
@@ -191,6 +198,51 @@ func (w *world) hostPorts() {
 	w.remove(near)
 	w.remove(far)
 	w.baseline(a, before)
+}
+
+// The pod's ingress policy judges what comes by a host port by the client's own
+// address and the pod's port.
+func (w *world) hostPortPolicy(near *cluster.Pod, at string) {
+	w.Helper()
+	policy := &networkingv1.NetworkPolicy{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "outside-only"},
+		Spec: networkingv1.NetworkPolicySpec{
+			PolicyTypes: []networkingv1.PolicyType{networkingv1.PolicyTypeIngress},
+			Ingress: []networkingv1.NetworkPolicyIngressRule{{
+				From: []networkingv1.NetworkPolicyPeer{{IPBlock: &networkingv1.IPBlock{CIDR: "172.31.0.1/32"}}},
+				Ports: []networkingv1.NetworkPolicyPort{
+					{Protocol: new(corev1.ProtocolTCP), Port: new(intstr.FromInt32(port))},
+					{Protocol: new(corev1.ProtocolUDP), Port: new(intstr.FromInt32(port))},
+				},
+			}},
+		},
+	}
+	expect := func(when, want string) {
+		w.Helper()
+		ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+		defer cancel()
+		w.must(cluster.Eventually(ctx, func() error {
+			var probes []mesh.Probe
+			for _, from := range []*cluster.Netns{w.c.Ext, near.Netns} {
+				for _, proto := range []string{"tcp", "udp"} {
+					probes = append(probes, mesh.Probe{From: from, Proto: proto, To: netip.MustParseAddrPort(at)})
+				}
+			}
+			r, err := mesh.Run(ctx, probes, mesh.Dropped(w.sets))
+			if err != nil {
+				return err
+			}
+			got := fmt.Sprint(r[0].Outcome, r[1].Outcome, r[2].Outcome, r[3].Outcome)
+			if got != fmt.Sprint(mesh.Answered, mesh.Answered, want, want) {
+				return fmt.Errorf("%s: %+v", when, r)
+			}
+			return nil
+		}))
+	}
+	w.must(w.c.Manifests.Put(policy))
+	expect("with a policy", mesh.Silent)
+	w.must(w.c.Manifests.Delete(policy))
+	expect("without it", mesh.Answered)
 }
 
 // What ran to a port before it was a pod's, or was another's, goes to the pod
