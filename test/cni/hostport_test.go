@@ -2,6 +2,7 @@ package cni
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -10,6 +11,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
@@ -40,11 +42,8 @@ type call struct {
 	peer netip.Addr // whom the pod sees; the zero Addr = not looked at
 }
 
-// calls has every call made once, in both protocols, and takes no second try.
-func (w *world) calls(when string, list []call) {
-	w.Helper()
-	ctx, cancel := context.WithTimeout(w.ctx, 10*time.Second)
-	defer cancel()
+// attempt makes every call once, in both protocols.
+func attempt(ctx context.Context, list []call) error {
 	var probes []mesh.Probe
 	var want []call
 	for _, c := range list {
@@ -54,17 +53,46 @@ func (w *world) calls(when string, list []call) {
 		}
 	}
 	got, err := mesh.Run(ctx, probes, nil)
-	w.must(err)
+	if err != nil {
+		return err
+	}
+	var errs []error
 	for i, r := range got {
 		outcome := mesh.Answered
 		if want[i].want == "" {
 			outcome = mesh.Refused
 		}
 		if r.Outcome != outcome || r.Server != want[i].want {
-			w.Errorf("%s: %v: %s by %q, want %s by %q (%v)", when, probes[i], r.Outcome, r.Server, outcome, want[i].want, r.Err)
+			errs = append(errs, fmt.Errorf("%v: %s by %q, want %s by %q (%v)", probes[i], r.Outcome, r.Server, outcome, want[i].want, r.Err))
 		} else if p := want[i].peer; p.IsValid() && r.Peer != p {
-			w.Errorf("%s: %v: the pod saw %v, want %v", when, probes[i], r.Peer, p)
+			errs = append(errs, fmt.Errorf("%v: the pod saw %v, want %v", probes[i], r.Peer, p))
 		}
+	}
+	return errors.Join(errs...)
+}
+
+// calls takes no second try.
+func (w *world) calls(when string, list []call) {
+	w.Helper()
+	ctx, cancel := context.WithTimeout(w.ctx, 10*time.Second)
+	defer cancel()
+	if err := attempt(ctx, list); err != nil {
+		w.Errorf("%s: %v", when, err)
+	}
+}
+
+// await tries until all is as it should be, for what the agent hears of by
+// itself.
+func (w *world) await(when string, list []call) {
+	w.Helper()
+	ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+	defer cancel()
+	if err := cluster.Eventually(ctx, func() error {
+		once, cancel := context.WithTimeout(ctx, 2*time.Second)
+		defer cancel()
+		return attempt(once, list)
+	}); err != nil {
+		w.Fatalf("%s: %v", when, err)
 	}
 }
 
@@ -148,26 +176,9 @@ func (w *world) hostPorts() {
 	w.must(err)
 	_, err = a.Exec(w.ctx, "ip", "addr", "add", second4+"/24", "dev", "eth0")
 	w.must(err)
-	wait := func(what string, want ...call) {
-		w.Helper()
-		ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
-		defer cancel()
-		if err := cluster.Eventually(ctx, func() error {
-			r, err := mesh.Run(ctx, []mesh.Probe{{From: want[0].from, Proto: "tcp", To: netip.MustParseAddrPort(want[0].to)}}, nil)
-			if err == nil && r[0].Outcome != mesh.Answered {
-				err = fmt.Errorf("%s: %+v", what, r[0])
-			}
-			if err != nil {
-				return err
-			}
-			return nil
-		}); err != nil {
-			w.Fatal(err)
-		}
-		w.calls(what, want)
-	}
-	wait("a new address of the node",
-		call{w.c.Ext, second4 + ":9999", "rival", netip.Addr{}}, call{w.c.Ext, second4 + ":8888", "web", netip.Addr{}})
+	w.await("a new address of the node", []call{
+		{w.c.Ext, second4 + ":9999", "rival", netip.Addr{}}, {w.c.Ext, second4 + ":8888", "web", netip.Addr{}},
+	})
 	_, err = a.Exec(w.ctx, "ip", "addr", "del", second4+"/24", "dev", "eth0")
 	w.must(err)
 	w.remove(second)
@@ -289,5 +300,49 @@ func (w *world) hostPortReused() {
 	}
 	ask("after", "")
 	w.remove(near)
+	w.remove(far)
+}
+
+// The port of an address goes before the port of all: the host port has it on
+// its node, the NodePort on the others, and there too when the pod is gone.
+func (w *world) hostPortAndNodePort() {
+	const number = 30088
+	far, err := w.add(object("far", "node-b"))
+	w.must(err)
+	svc := &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "everywhere"},
+		Spec: corev1.ServiceSpec{
+			Type: corev1.ServiceTypeNodePort, ClusterIP: "10.98.22.1", ClusterIPs: []string{"10.98.22.1"},
+			IPFamilies: []corev1.IPFamily{corev1.IPv4Protocol},
+		},
+	}
+	slice := &discoveryv1.EndpointSlice{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: "default", Name: "everywhere-1", Labels: map[string]string{discoveryv1.LabelServiceName: "everywhere"},
+		},
+		AddressType: discoveryv1.AddressTypeIPv4,
+		Endpoints:   []discoveryv1.Endpoint{{Addresses: []string{far.IPv4().String()}}},
+	}
+	for _, proto := range []corev1.Protocol{corev1.ProtocolTCP, corev1.ProtocolUDP} {
+		name := strings.ToLower(string(proto))
+		svc.Spec.Ports = append(svc.Spec.Ports, corev1.ServicePort{Name: name, Protocol: proto, Port: 80, NodePort: number})
+		slice.Ports = append(slice.Ports, discoveryv1.EndpointPort{Name: new(name), Protocol: new(proto), Port: new(int32(port))})
+	}
+	w.must(w.c.Manifests.Put(svc, slice))
+	at := func(onA, onB string) (list []call) {
+		for _, from := range []*cluster.Netns{w.c.Ext, w.c.Node("node-a").Netns, far.Netns} {
+			list = append(list, call{from: from, to: fmt.Sprintf("%s:%d", nodeA4, number), want: onA})
+		}
+		return append(list, call{from: w.c.Ext, to: fmt.Sprintf("172.31.0.3:%d", number), want: onB})
+	}
+	w.await("the NodePort alone", at("far", "far"))
+	web, err := w.add(object("web", "node-a"), both("", number)...)
+	w.must(err)
+	byPod := at("web", "far")
+	byPod[2].want = "far" // the pod's own node translates NodePorts, and knows no host ports of others
+	w.calls("with the pod", byPod)
+	w.remove(web)
+	w.calls("without the pod", at("far", "far"))
+	w.must(w.c.Manifests.Delete(svc, slice))
 	w.remove(far)
 }
