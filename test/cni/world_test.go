@@ -80,11 +80,11 @@ func object(name, node string, addrs ...netip.Addr) *corev1.Pod {
 
 // add plugs a pod, writes its addresses to its manifest as a kubelet does,
 // and starts its servers.
-func (w *world) add(obj *corev1.Pod) (*cluster.Pod, error) {
+func (w *world) add(obj *corev1.Pod, ports ...cluster.PortMapping) (*cluster.Pod, error) {
 	if err := w.c.Manifests.Put(obj); err != nil {
 		return nil, err
 	}
-	p, err := w.c.AddPod(w.ctx, obj)
+	p, err := w.c.AddPod(w.ctx, obj, ports...)
 	if err != nil {
 		return nil, err
 	}
