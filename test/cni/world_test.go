@@ -32,7 +32,7 @@ type world struct {
 }
 
 func newWorld(t *testing.T) *world {
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
 	t.Cleanup(cancel)
 	w := &world{T: t, ctx: ctx, c: cluster.ForTest(t, cluster.Config{}), sets: map[string]pwmaps.Set{}}
 	w.must(w.c.Manifests.Put(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "default"}}))
