@@ -183,8 +183,7 @@ static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
 
 enum pw_act_mode {
 	PW_ACT_KNOWN, /* a packet of a flow in the table */
-	PW_ACT_FIRST, /* one that has just been decided */
-	PW_ACT_ERROR, /* an ICMP error: a flow's way, not its translation */
+	PW_ACT_FIRST, /* one that has just been decided, or an ICMP error */
 	PW_ACT_DECAP, /* as KNOWN, out of a tunnel header we took off */
 };
 
@@ -192,13 +191,12 @@ enum pw_act_mode {
 static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f,
 				  enum pw_act_mode mode)
 {
-	int rewrite = mode != PW_ACT_ERROR;
 	int dec = pw_is_ingress(p) && f->to.kind != PW_PLACE_HOST;
 	int err;
 
 	if (dec && p->ttl <= 1)
 		return pw_drop(skb, p, PW_DROP_TTL);
-	if (dec || (rewrite && f->flags & PW_F_XLATE)) {
+	if (dec || f->flags & PW_F_XLATE) {
 		err = pw_rewrite(skb, p, f, dec);
 		if (err)
 			return pw_drop(skb, p, err);

@@ -329,6 +329,9 @@ func (r *result) spoiled() string {
 	if w := wrong(out); w != "" {
 		return w + " checksum is wrong after it was right"
 	}
+	if w := wrongQuote(out); w != "" && wrongQuote(in) == "" {
+		return w + " checksum is wrong in the quote after it was right"
+	}
 	return ""
 }
 
