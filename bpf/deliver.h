@@ -152,16 +152,16 @@ static __always_inline int pw_to_wire(struct __sk_buff *skb, struct pw_pkt *p,
 }
 
 /*
- * Up to the stack. A pod's device has no address, and there the kernel's
- * reverse-path filter wants a source's route to lead back by the device
- * itself. A service's does not: such answers, and what the host sends to
- * itself through a service, enter by the tunnel's device, which the service
- * range is routed to.
+ * Up to the stack. The kernel's reverse-path filter wants a source's route to
+ * lead back by the device that it came in by, and none of its own addresses
+ * for a source. A service's address is not there, and may be one of the
+ * node's: such answers, and what the host sends to itself through a service,
+ * enter by the tunnel's device, which the service range is routed to.
  */
 static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
 				      const struct pw_flow *f)
 {
-	int answer = p->hook == PW_FROM_POD && f->flags & PW_F_REPLY;
+	int answer = p->hook != PW_FROM_OVERLAY && f->flags & PW_F_REPLY;
 
 	/* What the host sends itself stays where it is. */
 	if (p->hook == PW_TO_LO) {
