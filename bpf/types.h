@@ -79,7 +79,7 @@ enum pw_reason {
 	PW_DROP_FLOW_COLLISION = 51, /* reply tuple owned by another live flow */
 	PW_DROP_FLOW_INSERT = 52,    /* no room for a new flow */
 	PW_DROP_TTL = 53,            /* time to live or hop limit used up */
-	PW_DROP_ICMP_TRANSLATED = 54, /* ICMP error about a translated flow */
+	/* 54 is free: it was ICMP errors about translated flows, which pass now. */
 	PW_DROP_ICMP_UNRELATED = 55, /* ICMP error that matches no flow */
 	PW_DROP_MULTICAST = 56,      /* multicast or broadcast from or to a pod */
 	PW_DROP_HELPER = 57,         /* a kernel helper refused: should not happen */

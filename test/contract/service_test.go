@@ -138,6 +138,30 @@ func TestS1HostNetworkBackend(t *testing.T) {
 	})
 }
 
+// A host calls a NodePort at its own address, and the backend is a process of
+// another node: the answer comes from outside under the host's own address.
+func TestS1OwnNodePortToAnotherHost(t *testing.T) {
+	w := shared(t)
+	ctx := within(t, 90*time.Second)
+	p, err := w.b.Serve(ctx, w.b.NodeName, deafPort+1)
+	ok(t, err)
+	t.Cleanup(func() { ok(t, p.Kill(context.Background())) })
+	ips := []string{"10.98.1.2", "fd00:10:98::102"}
+	w.put(t, nodePorts("own", ips, 30690, 30691),
+		endpointSlice("own-v4", "own", bothSlicePorts(deafPort+1), nodeAddr(w.b, false)),
+		endpointSlice("own-v6", "own", bothSlicePorts(deafPort+1), nodeAddr(w.b, true)))
+	families(t, func(t *testing.T, v6 bool) {
+		w.inForce(t, ctx, "udp", vip(pick(v6, ips[0], ips[1]), 85), at(nodeAddr(w.b, v6), deafPort+1))
+		w.settled(t, ctx)
+		for i, proto := range []string{"udp", "tcp"} {
+			s := send(t, ctx, w.a.Netns, proto, at(nodeAddr(w.a, v6), uint16(30690+i)).String())
+			if own := nodeAddr(w.a, v6).String(); s.Peers[own] != s.OK {
+				t.Errorf("%s: %s saw %v, want %s alone", proto, w.b.NodeName, s.Peers, own)
+			}
+		}
+	})
+}
+
 func nodeAddr(n *cluster.Node, v6 bool) netip.Addr {
 	for _, p := range n.Config.Addrs {
 		if p.Addr().Is6() == v6 {
