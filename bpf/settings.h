@@ -38,6 +38,12 @@ const volatile __u8 cfg_masquerade = 1;
 /* What enters from outside by a service goes on under this node's address. */
 const volatile __u8 cfg_snat = 0;
 
+/*
+ * Whose sockets are translated at connect(): the network namespace of this
+ * node. 0 = nobody's.
+ */
+const volatile __u64 cfg_netns_cookie = 0;
+
 /* How long an idle flow is kept, in nanoseconds. */
 const volatile __u64 cfg_tcp_new = 60 * PW_SEC;
 const volatile __u64 cfg_tcp_established = 86400 * PW_SEC;
