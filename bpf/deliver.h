@@ -145,8 +145,8 @@ static __always_inline int pw_to_wire(struct __sk_buff *skb, struct pw_pkt *p,
 	/* The verifier wants the context read by itself, not through a pointer. */
 	asm volatile("" : "+r"(here));
 	pw_count(PW_FWD_WIRE, p->hook, p->v6, skb->len);
-	/* The stack chose the same way, and has the neighbour's address. */
-	if (p->hook == PW_TO_NETDEV && f->to.id == here)
+	/* The stack chose the same way, and has its neighbour's address. */
+	if (p->hook == PW_TO_NETDEV && f->to.id == here && pw_addr_eq(&p->key.dst, &f->dst))
 		return PW_NEXT;
 	return pw_send(skb, f->to.id, &f->nexthop);
 }
@@ -154,14 +154,15 @@ static __always_inline int pw_to_wire(struct __sk_buff *skb, struct pw_pkt *p,
 /*
  * Up to the stack. A pod's device has no address, and there the kernel's
  * reverse-path filter wants a source's route to lead back by the device
- * itself. A service's does not: such answers, and what the host sends to
- * itself through a service, enter by the tunnel's device, which the service
- * range is routed to.
+ * itself. A service's does not, and from the wire the kernel takes no source
+ * that is this node's, as a NodePort's is: such answers, and what the host
+ * sends to itself through a service, enter by the tunnel's device, which the
+ * service range is routed to and which accepts both.
  */
 static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
 				      const struct pw_flow *f)
 {
-	int answer = p->hook == PW_FROM_POD && f->flags & PW_F_REPLY;
+	int answer = (p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV) && f->flags & PW_F_REPLY;
 
 	/* What the host sends itself stays where it is. */
 	if (p->hook == PW_TO_LO) {
