@@ -145,8 +145,8 @@ static __always_inline int pw_to_wire(struct __sk_buff *skb, struct pw_pkt *p,
 	/* The verifier wants the context read by itself, not through a pointer. */
 	asm volatile("" : "+r"(here));
 	pw_count(PW_FWD_WIRE, p->hook, p->v6, skb->len);
-	/* The stack chose the same way, and has the neighbour's address. */
-	if (p->hook == PW_TO_NETDEV && f->to.id == here)
+	/* The stack chose the same way, and has its neighbour's address. */
+	if (p->hook == PW_TO_NETDEV && f->to.id == here && pw_addr_eq(&p->key.dst, &f->dst))
 		return PW_NEXT;
 	return pw_send(skb, f->to.id, &f->nexthop);
 }

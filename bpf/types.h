@@ -55,6 +55,7 @@ enum pw_reason {
 	PW_REFUSED = 21,         /* a drop that was answered: RST or port unreachable */
 	PW_TOO_BIG_SENT = 22,    /* a drop that was answered with the path's MTU */
 	PW_MSS_CLAMPED = 23,     /* a SYN's MSS lowered to what the tunnel carries */
+	PW_SOCK_TRANSLATED = 24, /* connect() to a service went to a backend directly */
 
 	/* Drops. */
 	PW_DROP_MALFORMED = 32,      /* truncated or inconsistent headers */
@@ -334,6 +335,17 @@ struct pw_affinity_entry {
 	__u8 pad[6];
 };
 PW_ASSERT_SIZE(struct pw_affinity_entry, 32);
+
+/*
+ * What a translated socket had asked for; the key is its cookie, a number
+ * that the kernel gives to no other.
+ */
+struct pw_sock_asked {
+	struct pw_addr addr;
+	__u16 port;
+	__u8 pad[6];
+};
+PW_ASSERT_SIZE(struct pw_sock_asked, 24);
 
 /* loadBalancerSourceRanges: present = allowed. */
 struct pw_src_range_key {
