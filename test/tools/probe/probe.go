@@ -89,3 +89,23 @@ type PingReport struct {
 	From     string `json:"from,omitempty"` // source of the last reply
 	ICMP     string `json:"icmp,omitempty"` // the last ICMP error, if any
 }
+
+// Call is one line that "pw-client calls" reads: some exchanges to make, or
+// one that was asked for and is to be given up.
+type Call struct {
+	ID          int           `json:"id"`
+	Cancel      bool          `json:"cancel,omitempty"`
+	Proto       string        `json:"proto"`
+	Target      string        `json:"target"`
+	Source      string        `json:"source,omitempty"` // address, default the kernel's choice
+	SPort       int           `json:"sport,omitempty"`
+	Unconnected bool          `json:"unconnected,omitempty"` // UDP by a socket that is not connected
+	Count       int           `json:"count,omitempty"`       // default 1; silence ends the call
+	Timeout     time.Duration `json:"timeout"`
+}
+
+// CallResult is what "pw-client calls" prints when a call is over.
+type CallResult struct {
+	ID       int       `json:"id"`
+	Attempts []Attempt `json:"attempts"`
+}

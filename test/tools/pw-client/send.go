@@ -80,10 +80,14 @@ func (o *options) exchange(ctx context.Context, data string) probe.Attempt {
 			return err
 		}
 		defer c.Close()
-		a.Local, a.Remote = c.LocalAddr().String(), c.RemoteAddr().String()
+		a.Local = c.LocalAddr().String()
+		if a.Remote, err = peerName(c); err != nil {
+			return err
+		}
 		if err := c.SetDeadline(time.Now().Add(o.timeout)); err != nil {
 			return err
 		}
+		defer context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Now()) })()
 		if o.proto == "tcp" {
 			data += "\n"
 		}
