@@ -82,20 +82,24 @@ var rows = []row{
 	// both nodes; whoever calls is seen under its own address.
 	{from: "pod-a pod-b out out-b", svc: "web", to: anywhere, by: "back-a back-b"},
 	{from: "node-a node-b", svc: "web", to: "cluster lb ext", by: "back-a back-b"},
+	{from: "pod-a out", svc: "web", to: "cluster lb node@node-a node@node-b", proto: "open", by: "back-a back-b"},
+	{from: "node-a", svc: "web", to: "cluster lb", proto: "open", by: "back-a back-b"},
+	{from: "node-a", svc: "web", to: "node@node-a node@node-b", proto: "open", by: "back-a back-b"},
 	{from: "pod-a out out-b", svc: "near", to: anywhere, by: "back-a"},
 	{from: "pod-a out out-b", svc: "far", to: anywhere, by: "back-b"},
-	// A node that calls an address of its own does so from that address.
+	// A node that calls an address of its own does so from that address, or
+	// from its first one, as the kernel has it.
 	{from: "node-a", svc: "far", to: "node@node-a node@node-b node@node-b/second", by: "back-b"},
-	{from: "node-a", svc: "far", to: "node@node-a/second", by: "back-b", sees: "node-a/second"},
+	{from: "node-a", svc: "far", to: "node@node-a/second", by: "back-b", sees: "node-a node-a/second"},
 	{from: "node-a", svc: "near", to: "node@node-a node@node-b node@node-b/second", by: "back-a"},
-	{from: "node-a", svc: "near", to: "node@node-a/second", by: "back-a", sees: "node-a/second"},
+	{from: "node-a", svc: "near", to: "node@node-a/second", by: "back-a", sees: "node-a node-a/second"},
 	{from: "node-b", svc: "near", to: "node@node-a node@node-b node@node-a/second", by: "back-a"},
 	// Types.
 	{from: "pod-a node-a out", svc: "node-port", to: "cluster ext node@node-a node@node-b", by: "back-a back-b"},
 	{from: "pod-a node-a out", svc: "cluster-ip", to: "cluster ext", by: "back-a back-b"},
-	{from: "pod-a node-a out", svc: "cluster-ip", to: "node@node-a node@node-b", refused: true},
+	{from: "pod-a node-a out", svc: "cluster-ip", to: "node@node-a node@node-b", proto: "tcp", refused: true},
 	// Where --nodeport-addresses says no, nothing listens.
-	{from: everyone, svc: "web", to: "node@node-a/third node@node-b/third", refused: true},
+	{from: everyone, svc: "web", to: "node@node-a/third node@node-b/third", proto: "tcp", refused: true},
 
 	// S2: refused at once, wherever it is called from, by whatever address.
 	{from: everyone, svc: "none", to: "cluster lb ext", refused: true, why: "drop_no_backend"},
@@ -156,7 +160,7 @@ var rows = []row{
 	{from: "node-a", svc: "world", to: "cluster lb ext node@node-a node@node-b", by: "ext"},
 	// And pods without a service.
 	{from: "pod-a", addr: "ext", port: 8080, by: "ext", sees: "node-a"},
-	{from: "pod-a", addr: "out", port: 8080, refused: true},
+	{from: "pod-a", addr: "out", port: 8080, by: "out", sees: "node-a"},
 	{from: "pod-a", addr: "node-b", port: 8080, by: "node-b", sees: "node-a"},
 	{from: "pod-a", addr: "node-a", port: 8080, by: "node-a"},
 	{from: "pod-a", addr: "back-b", port: 8080, by: "back-b"},
@@ -164,7 +168,7 @@ var rows = []row{
 
 	// S11: to oneself, alone and as one of several.
 	{from: "pod-a", svc: "self", to: anywhere, by: "pod-a", sees: "node-a"},
-	{from: "pod-a", svc: "self-or", to: anywhere, by: "pod-a back-b", sees: "pod-a pod-a=node-a"},
+	{from: "pod-a", svc: "self-or", to: anywhere, by: "pod-a back-b", sees: "caller pod-a=node-a"},
 	{from: "pod-b out", svc: "self", to: "cluster lb", by: "pod-a"},
 
 	// S12: source ranges count for the load balancer's address alone.

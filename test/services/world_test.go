@@ -98,6 +98,15 @@ func newWorld(t *testing.T, agentArgs ...string) *world {
 	}
 	w.know("ext", "172.31.0.1", "fd00:172:31::1")
 	w.must(w.Manifests.Put(pods...))
+	// The kernel sends under an address that is not deprecated: the first.
+	for _, n := range w.Nodes {
+		for _, p := range n.Config.Addrs[2:] {
+			if p.Addr().Is6() {
+				_, err := n.Exec(ctx, "ip", "addr", "change", p.String(), "dev", "eth0", "preferred_lft", "0")
+				w.must(err)
+			}
+		}
+	}
 	w.must(w.StartAgents(ctx))
 	for _, n := range w.Nodes {
 		set, err := maps.OpenPinned(filepath.Join(n.BPFFS(), "maps"), true)

@@ -101,6 +101,8 @@ type Call struct {
 	SPort       int           `json:"sport,omitempty"`
 	Unconnected bool          `json:"unconnected,omitempty"` // UDP by a socket that is not connected
 	Count       int           `json:"count,omitempty"`       // default 1; silence ends the call
+	Servers     int           `json:"servers,omitempty"`     // go on until so many have answered,
+	Most        int           `json:"most,omitempty"`        // at most for so many exchanges
 	Timeout     time.Duration `json:"timeout"`
 }
 

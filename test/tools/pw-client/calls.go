@@ -72,7 +72,8 @@ func (c *caller) say(r probe.CallResult) {
 func (c *caller) make(ctx context.Context, o options, call probe.Call) probe.CallResult {
 	o.proto, o.target, o.source, o.sport, o.timeout = call.Proto, call.Target, call.Source, call.SPort, call.Timeout
 	r := probe.CallResult{ID: call.ID}
-	for range max(call.Count, 1) {
+	servers := map[string]bool{}
+	for n := 0; n < max(call.Count, 1) || len(servers) < call.Servers && n < call.Most; n++ {
 		var a probe.Attempt
 		if call.Unconnected {
 			a = o.unconnected(ctx)
@@ -80,8 +81,11 @@ func (c *caller) make(ctx context.Context, o options, call probe.Call) probe.Cal
 			a = o.exchange(ctx, "call")
 		}
 		r.Attempts = append(r.Attempts, a)
-		if !a.OK && a.Kind != probe.Refused {
-			break
+		switch {
+		case a.OK:
+			servers[a.Reply.Server] = true
+		case a.Kind != probe.Refused:
+			return r
 		}
 	}
 	return r
