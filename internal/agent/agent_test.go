@@ -437,6 +437,27 @@ func TestLoadBalancer(t *testing.T) {
 	if d, _, err := b.dp.set.DevAddrs.Get(3); err != nil || d.V4 != ip("192.0.2.30") {
 		t.Errorf("eth1 sends under %+v, %v", d, err)
 	}
+	// A second NodePort: flows to the nodes' addresses are decided again.
+	gens := func() (out [2]uint32) {
+		for i, addr := range []string{"172.31.0.2", "172.31.0.3"} {
+			p, _, err := b.dp.set.Addrs.Get(ip(addr))
+			if err == nil {
+				out[i], _, err = b.dp.set.Gens.Get(p.Slot)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		return out
+	}
+	before := gens()
+	b.put(testService("two", "10.98.0.2", func(s *corev1.Service) {
+		s.Spec.Type, s.Spec.Ports[0].NodePort = corev1.ServiceTypeNodePort, 30081
+	}))
+	b.await("another NodePort", func() bool { return b.a.services.frontends.Len() == 7 })
+	if now := gens(); now[0] == before[0] || now[1] == before[1] {
+		t.Errorf("generations %v, were %v", now, before)
+	}
 	b.put(testSlice("web-1", "web"))
 	b.await("no endpoints", func() bool { return b.a.services.states.Len() == 0 })
 	if lb = get("192.0.2.1", 80); lb.Count != 0 || lb.ExtCount != 0 || lb.Maglev != 0 || lb.Flags&maps.ServiceNoLocalExt != 0 {

@@ -2,6 +2,7 @@ package agent
 
 import (
 	"errors"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -111,6 +112,10 @@ func TestServiceSets(t *testing.T) {
 	b.s.buryLeftovers()
 	web := external{name: "web", port: 30080, here: []string{"10.244.80.66", "10.244.80.67"}, others: []string{"10.244.158.65"}}
 	b.apply(t, web.compiled())
+	// What was sent to those addresses before.
+	b.lostAre(t, "0.0.0.0", lbIP)
+	b.advance(setLinger)
+	b.sweep(t)
 	cip, np, lb := b.services.m[key("10.98.0.1", 80)], b.services.m[key("0.0.0.0", 30080)], b.services.m[key(lbIP, 80)]
 	want := maps.Service{Id: 1, Set: 1, Count: 3, ExtSet: 1, ExtCount: 3}
 	if cip != want {
@@ -231,10 +236,10 @@ func TestServiceFrontendMoves(t *testing.T) {
 	b.s.buryLeftovers()
 	web := external{name: "web", port: 30080, here: []string{"10.244.80.66"}, others: []string{"10.244.158.65"}}
 	b.apply(t, web.compiled())
-	b.lostAre(t)
+	b.lostAre(t, "0.0.0.0", lbIP)
 	web.port = 30081
 	b.apply(t, web.compiled())
-	b.lostAre(t, "10.244.80.66", "10.244.158.65")
+	b.lostAre(t, "0.0.0.0", "10.244.80.66", "10.244.158.65")
 	// Re-created under another name, with the same addresses, in one round.
 	c := external{name: "new", port: 30081, here: []string{"10.244.80.66"}, others: []string{"10.244.158.65"}}.compiled()
 	for k, v := range gone("web") {
@@ -274,7 +279,7 @@ func TestServiceRestartExternal(t *testing.T) {
 	b.apply(t, web.compiled())
 	b.s.buryLeftovers()
 	// Those behind the NodePort that went, new ones too.
-	b.lostAre(t, "10.244.80.66", "10.244.80.67", "10.244.80.68", "10.244.158.65")
+	b.lostAre(t, "0.0.0.0", "10.244.80.66", "10.244.80.67", "10.244.80.68", "10.244.158.65")
 	if v := b.services.m[key(lbIP, 80)]; v.Id != before.Id || v.Set == before.Set || v.ExtSet == before.ExtSet {
 		t.Errorf("load balancer %+v, was %+v", v, before)
 	}
@@ -320,7 +325,7 @@ func TestServiceExternalNoRoom(t *testing.T) {
 		t.Errorf("%d chunks, %d backends", len(b.maglev.m), len(b.backends.m))
 	}
 	b.states.size = 2
-	web.others = []string{"10.244.158.66"}
+	web.others, b.lost = []string{"10.244.158.66"}, nil
 	if _, errs = b.s.apply(web.compiled()); !errors.Is(errs[owner], maps.ErrFull) {
 		t.Errorf("error %v", errs[owner])
 	}
@@ -382,6 +387,54 @@ func TestPortsOfAnotherOwner(t *testing.T) {
 	}
 	b.apply(t, gone("web"))
 	b.empty(t)
+}
+
+// 10,000 load balancers of 4 backends, all at once and then one change (S31).
+func BenchmarkServices10000(b *testing.B) {
+	all := make(map[service.Owner]service.Compiled)
+	one := func(i int) map[service.Owner]service.Compiled {
+		c := external{name: fmt.Sprint("web-", i), port: uint16(20000 + i),
+			here: []string{"10.244.80.66", "10.244.80.67"}, others: []string{"10.244.158.65", "10.244.158.66"}}.compiled()
+		for _, x := range c {
+			for j, addr := range []string{fmt.Sprintf("10.98.%d.%d", i/256, i%256), "", fmt.Sprintf("192.0.%d.%d", i/256, i%256)} {
+				if addr != "" {
+					x.Ports[0].Frontends[j].Key.Addr = ip(addr)
+				}
+			}
+		}
+		return c
+	}
+	for i := range 10000 {
+		for k, v := range one(i) {
+			all[k] = v
+		}
+	}
+	for b.Loop() {
+		st := newMemStores()
+		for _, size := range []*int{&st.services.size, &st.backends.size, &st.maglev.size, &st.states.size} {
+			*size = 1 << 20
+		}
+		s, err := newServices(st.stores(), time.Now, func(maps.Addr) {})
+		if err != nil {
+			b.Fatal(err)
+		}
+		start := time.Now()
+		if _, errs := s.apply(all); len(errs) != 0 {
+			b.Fatal(errs)
+		}
+		s.buryLeftovers()
+		b.ReportMetric(float64(time.Since(start).Milliseconds()), "ms/all")
+		c := one(7)
+		for _, x := range c {
+			x.Ports[0].Internal = x.Ports[0].Internal[:3]
+			x.Ports[0].States = x.Ports[0].States[:3]
+		}
+		start = time.Now()
+		if _, errs := s.apply(c); len(errs) != 0 {
+			b.Fatal(errs)
+		}
+		b.ReportMetric(float64(time.Since(start).Microseconds()), "us/change")
+	}
 }
 
 // One changed endpoint touches the entries of its own service.

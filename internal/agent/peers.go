@@ -32,6 +32,7 @@ type peers struct {
 	classes   *reconcile.Table[uint32, uint16]
 
 	slots       map[maps.Addr]uint32
+	nodePorts   []maps.Addr // that NodePorts answer on
 	prefixSlots *lpm[uint32]
 	portClasses []policy.PortClass
 	state       *policy.State // of the output the maps hold
@@ -348,8 +349,18 @@ func (p *peers) dropUnusedSlots() {
 	}
 }
 
-// bumpAddr moves the generation that flows to an address depend on.
+// bumpAddr moves the generation that flows to an address depend on; that of
+// NodePorts, the unspecified one of a family, stands for all that they answer
+// on.
 func (p *peers) bumpAddr(k maps.Addr) {
+	if a := maps.FromAddr(k); a.IsUnspecified() {
+		for _, n := range p.nodePorts {
+			if maps.FromAddr(n).Is4() == a.Is4() {
+				p.gens.bump(p.slots[n])
+			}
+		}
+		return
+	}
 	if slot, ok := p.slots[k]; ok {
 		p.gens.bump(slot)
 	} else if slot, ok := p.prefixSlots.lookup(k.B, 128); ok {

@@ -77,6 +77,7 @@ func (p *peers) compilePeers(in peerInput, nodes map[string]uint32) (map[maps.Ad
 		prefix(k)
 	}
 	addrs := make(map[maps.Addr]maps.Peer, len(in.tunnel.Addrs))
+	p.nodePorts = nil
 	addr := func(a netip.Addr) {
 		k := maps.ToAddr(a)
 		whole := maps.PrefixKey{Len: 128, Addr: k.B}
@@ -90,6 +91,9 @@ func (p *peers) compilePeers(in peerInput, nodes map[string]uint32) (map[maps.Ad
 		}
 		v.Identity, v.Slot = id, p.slot(k)
 		addrs[k] = v
+		if v.Flags&maps.PeerNodePort != 0 {
+			p.nodePorts = append(p.nodePorts, k)
+		}
 	}
 	for a := range in.tunnel.Addrs {
 		addr(a)

@@ -31,7 +31,8 @@ type services struct {
 	maglev    *reconcile.Table[maps.MaglevKey, maps.Maglev]
 	states    *reconcile.Table[maps.BackendStateKey, uint32]
 	ranges    *reconcile.Table[maps.SrcRangeKey, uint32]
-	// changed is told of every address whose flows have to be decided again.
+	// changed is told of every address whose flows have to be decided again;
+	// the address of NodePorts stands for all that they answer on.
 	changed func(maps.Addr)
 
 	byOwner map[service.Owner]service.Compiled
@@ -292,8 +293,9 @@ func (s *services) own(owner service.Owner, c service.Compiled) {
 
 // flush switches the frontends, then removes what they do not need any more,
 // and moves the generations of the addresses involved: of backends that are
-// gone, and of all backends that a frontend led to which now leads elsewhere
-// or nowhere. A packet that found the old entries a moment ago may still make
+// gone, of all backends that a frontend led to which now leads elsewhere or
+// nowhere, and of the address of a new external frontend, which may have been
+// somebody's without the service. A packet that found the old entries a moment ago may still make
 // a flow of them: the generations move once more when it is over.
 func (s *services) flush() error {
 	lost := make(map[maps.Addr]struct{})
@@ -302,6 +304,9 @@ func (s *services) flush() error {
 		if old := s.leads[k]; old != v.Id {
 			for b := range s.statesOf[old] {
 				lost[b.Addr] = struct{}{}
+			}
+			if old == 0 && v.Flags&maps.ServiceExternal != 0 {
+				lost[k.Addr] = struct{}{}
 			}
 		}
 		if s.leads[k] = v.Id; !ok {

@@ -126,13 +126,22 @@ func (t *Table[K, V]) Set(k K, v V) {
 		delete(t.failed, k)
 	}
 	t.desired[k] = v
+	t.touch(k)
+}
+
+// touch marks a key. A map that was large once is slow to walk when it is
+// nearly empty: it begins anew when it is empty.
+func (t *Table[K, V]) touch(k K) {
+	if len(t.dirty) == 0 {
+		t.dirty = make(map[K]struct{})
+	}
 	t.dirty[k] = struct{}{}
 }
 
 // Delete desires that an entry is gone.
 func (t *Table[K, V]) Delete(k K) {
 	delete(t.desired, k)
-	t.dirty[k] = struct{}{}
+	t.touch(k)
 }
 
 // Desired is what is asked for under a key.

@@ -154,7 +154,7 @@ func TestL3Attachments(t *testing.T) {
 	}
 	looks, attached := look(), programs(t, w.a)
 	want := map[string]int{
-		"eth0 ingress from_netdev": 1, "podweir.vxlan ingress from_overlay": 1, "podweir.vxlan egress to_overlay": 1,
+		"eth0 ingress from_netdev": 1, "eth0 egress to_netdev": 1, "lo egress to_lo": 1, "podweir.vxlan ingress from_overlay": 1, "podweir.vxlan egress to_overlay": 1,
 	}
 	for _, p := range []*cluster.Pod{w.client, w.local} {
 		want[hostSide(t, p).Attrs().Name+" ingress from_pod"] = 1
@@ -181,7 +181,7 @@ func TestL3Attachments(t *testing.T) {
 		same(fmt.Sprintf("restart %d", i+1))
 	}
 	// Another program detaches ours, each kind.
-	for dev, names := range map[string][]string{"eth0": {"from_netdev"}, "podweir.vxlan": {"from_overlay", "to_overlay"}, veth: {"from_pod", "to_pod"}} {
+	for dev, names := range map[string][]string{"eth0": {"from_netdev", "to_netdev"}, "lo": {"to_lo"}, "podweir.vxlan": {"from_overlay", "to_overlay"}, veth: {"from_pod", "to_pod"}} {
 		var index int
 		ok(t, netlinkIn(w.a.Netns, func(h *netlink.Handle) error {
 			d, err := h.LinkByName(dev)

@@ -260,7 +260,13 @@ func TestFastPath(t *testing.T) {
 				stream, err := w.client.Stream(ctx, target, "-proto", c.proto, "-interval", "2ms")
 				ok(t, err)
 				progress(t, ctx, stream, 5) // established
-				w.straight(t, ctx, stream, c.peer, protoNumber(c.proto), v6)
+				// A generation may still move for what an earlier service
+				// left: then once more.
+				for i := range 3 {
+					if !w.straight(t, ctx, stream, c.peer, protoNumber(c.proto), v6, i < 2) {
+						break
+					}
+				}
 				_, err = stream.Stop(ctx)
 				ok(t, err)
 			})
@@ -269,7 +275,10 @@ func TestFastPath(t *testing.T) {
 }
 
 // straight counts a stretch of an established flow.
-func (w *world) straight(t *testing.T, ctx context.Context, stream *cluster.Stream, peer *cluster.Pod, proto uint8, v6 bool) {
+//
+// It asks to be called again, and says nothing else, if a packet was decided
+// anew meanwhile and again allows for it.
+func (w *world) straight(t *testing.T, ctx context.Context, stream *cluster.Stream, peer *cluster.Pod, proto uint8, v6, again bool) bool {
 	t.Helper()
 	ok(t, pause(ctx, stream))
 	start := w.still(t, ctx, peer)
@@ -312,8 +321,15 @@ func (w *world) straight(t *testing.T, ctx context.Context, stream *cluster.Stre
 			w.a: {{"flow_hit", "from_pod", v6}: out + in, {"fwd_local", "from_pod", v6}: out + in}, w.b: {},
 		}
 	}
+	for n := range hooks {
+		if got := flowCounters(end[n].since(start[n])); again && (got[counterKey{"flow_stale", "from_pod", v6}] != 0 || got[counterKey{"flow_stale", "from_overlay", v6}] != 0) {
+			return true
+		}
+	}
 	for n, want := range hooks {
 		got := flowCounters(end[n].since(start[n]))
+		// The stack's own word to the link of the tunnel's device.
+		delete(got, counterKey{"drop_multicast", "to_overlay", true})
 		for k, v := range want {
 			if got[k] != v {
 				t.Errorf("%s: %d packets out and %d in, but %s at %s counted %d", n.NodeName, out, in, k.reason, k.hook, got[k])
@@ -324,6 +340,7 @@ func (w *world) straight(t *testing.T, ctx context.Context, stream *cluster.Stre
 			t.Errorf("%s: counted besides: %v", n.NodeName, got)
 		}
 	}
+	return false
 }
 
 // still waits until a paused flow has come to rest: neither side of a TCP
