@@ -145,8 +145,12 @@ static __always_inline int pw_to_wire(struct __sk_buff *skb, struct pw_pkt *p,
 	/* The verifier wants the context read by itself, not through a pointer. */
 	asm volatile("" : "+r"(here));
 	pw_count(PW_FWD_WIRE, p->hook, p->v6, skb->len);
-	/* The stack chose the same way, and has the neighbour's address. */
-	if (p->hook == PW_TO_NETDEV && f->to.id == here)
+	/*
+	 * Of an answer the stack has chosen the same way, and has the
+	 * neighbour's address. What goes to a service it has given to the next
+	 * hop of the service's address, not of the backend's.
+	 */
+	if (p->hook == PW_TO_NETDEV && f->flags & PW_F_REPLY && f->to.id == here)
 		return PW_NEXT;
 	return pw_send(skb, f->to.id, &f->nexthop);
 }
@@ -156,12 +160,13 @@ static __always_inline int pw_to_wire(struct __sk_buff *skb, struct pw_pkt *p,
  * reverse-path filter wants a source's route to lead back by the device
  * itself. A service's does not: such answers, and what the host sends to
  * itself through a service, enter by the tunnel's device, which the service
- * range is routed to.
+ * range is routed to. From the wire likewise; there, the kernel would not
+ * take an answer from a NodePort on an address of its own at all.
  */
 static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
 				      const struct pw_flow *f)
 {
-	int answer = p->hook == PW_FROM_POD && f->flags & PW_F_REPLY;
+	int answer = (p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV) && f->flags & PW_F_REPLY;
 
 	/* What the host sends itself stays where it is. */
 	if (p->hook == PW_TO_LO) {
