@@ -22,10 +22,15 @@ type service struct {
 	ends   string
 	local  string // words internal and external: those traffic policies are Local
 	change func(w *world, s *corev1.Service)
+	n      int   // number outside of the table
+	target int32 // port of the endpoints, default that of the servers
 }
 
 // number is a service's place in the table: its addresses and NodePort.
 func (s service) number() int {
+	if s.n != 0 {
+		return s.n
+	}
 	return 1 + slices.IndexFunc(table, func(t service) bool { return t.name == s.name })
 }
 
@@ -56,9 +61,9 @@ func (s service) frontend(w *world, at string, v6 bool) netip.AddrPort {
 
 func (s service) objects(w *world, change func(*corev1.Service)) []cluster.Object {
 	meta := metav1.ObjectMeta{Namespace: "default", Name: s.name}
-	single := corev1.IPFamilyPolicyPreferDualStack
+	both := corev1.IPFamilyPolicyPreferDualStack
 	svc := &corev1.Service{ObjectMeta: meta, Spec: corev1.ServiceSpec{
-		Type: corev1.ServiceTypeLoadBalancer, IPFamilyPolicy: &single,
+		Type: corev1.ServiceTypeLoadBalancer, IPFamilyPolicy: &both,
 		IPFamilies: []corev1.IPFamily{corev1.IPv4Protocol, corev1.IPv6Protocol},
 	}}
 	for _, v6 := range []bool{false, true} {
@@ -69,6 +74,9 @@ func (s service) objects(w *world, change func(*corev1.Service)) []cluster.Objec
 	svc.Spec.ClusterIP = svc.Spec.ClusterIPs[0]
 	var ports []discoveryv1.EndpointPort
 	target := int32(cluster.ServerPort)
+	if s.target != 0 {
+		target = s.target
+	}
 	for _, proto := range []corev1.Protocol{corev1.ProtocolTCP, corev1.ProtocolUDP} {
 		name := strings.ToLower(string(proto))
 		svc.Spec.Ports = append(svc.Spec.Ports, corev1.ServicePort{Name: name, Protocol: proto, Port: 80, NodePort: s.nodePort()})

@@ -358,18 +358,19 @@ func (w *world) describe(p probed, check func(probed) error) string {
 
 // TestServices is the table.
 func TestServices(t *testing.T) {
-	w := newWorld(t)
-	w.runTable()
+	w := shared(t)
+	w.claim("by-proxy")
+	w.runTable(rows)
 }
 
 // atATime is how many rows are called at a time.
 const atATime = 8
 
-func (w *world) runTable() {
+func (w *world) runTable(rows []row) {
 	w.Helper()
-	w.proxyTarget()
 	for _, s := range table {
-		w.must(w.Manifests.Put(s.objects(w, nil)...))
+		w.write(s)
+		w.Cleanup(func() { w.must(w.Manifests.Delete(s.objects(w, nil)...)) })
 	}
 	w.settled()
 	var list []probed
@@ -418,15 +419,22 @@ func (w *world) runTable() {
 	}
 }
 
-// proxyTarget gives the address of a load balancer that is a proxy to a
-// server outside.
-func (w *world) proxyTarget() {
+// claim gives the load balancer's address of a service to a server outside.
+func (w *world) claim(name string) {
 	w.Helper()
-	_, err := w.Ext.Serve(w.ctx, "ext", 80)
-	w.must(err)
 	for _, v6 := range []bool{false, true} {
-		a := w.service("by-proxy").address("lb", v6)
-		_, err := w.Ext.Exec(w.ctx, "ip", "addr", "add", netip.PrefixFrom(a, a.BitLen()).String(), "dev", "lo")
-		w.must(err)
+		w.claimAddr(w.service(name).address("lb", v6))
 	}
+}
+
+func (w *world) claimAddr(a netip.Addr) {
+	w.Helper()
+	p := netip.PrefixFrom(a, a.BitLen()).String()
+	_, err := w.Ext.Exec(w.ctx, "ip", "addr", "add", p, "dev", "lo")
+	w.must(err)
+	w.Cleanup(func() {
+		if _, err := w.Ext.Exec(context.Background(), "ip", "addr", "del", p, "dev", "lo"); err != nil {
+			w.Error(err)
+		}
+	})
 }

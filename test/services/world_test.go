@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -19,13 +20,73 @@ import (
 	"github.com/podweir/podweir/test/cluster"
 )
 
+// sharedWorld is what most cases run in; it ends with the process.
+var sharedWorld struct {
+	once    sync.Once
+	cluster *cluster.Cluster
+	w       *world
+}
+
 func TestMain(m *testing.M) {
 	// However long it takes; the cases are bounded, and find it done.
 	if err := cluster.Build(context.Background()); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
-	os.Exit(m.Run())
+	code := m.Run()
+	if c := sharedWorld.cluster; c != nil {
+		if w := sharedWorld.w; w != nil {
+			for _, set := range w.sets {
+				_ = set.Close()
+			}
+		}
+		if err := c.Close(); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			code = 1
+		}
+	}
+	os.Exit(code)
+}
+
+// shared is the common cluster. A case takes its own services away.
+func shared(t *testing.T) *world {
+	t.Helper()
+	sharedWorld.once.Do(func() {
+		c, err := cluster.New(context.Background(), config())
+		if err != nil {
+			t.Fatal(err)
+		}
+		sharedWorld.cluster = c
+		sharedWorld.w = bringUp(t, context.Background(), c)
+	})
+	if sharedWorld.w == nil {
+		t.Fatal("the shared cluster did not come up")
+	}
+	w := sharedWorld.w.sub(t)
+	t.Cleanup(func() {
+		if t.Failed() {
+			for _, n := range w.Nodes {
+				t.Logf("agent of %s:\n%s", n.NodeName, n.LogTail())
+			}
+		}
+	})
+	return w
+}
+
+// own is a cluster of one case, with other flags.
+func own(t *testing.T, agentArgs ...string) *world {
+	t.Helper()
+	w := bringUp(t, t.Context(), cluster.ForTest(t, config(agentArgs...)))
+	t.Cleanup(func() {
+		for _, set := range w.sets {
+			_ = set.Close()
+		}
+	})
+	return w
+}
+
+func config(agentArgs ...string) cluster.Config {
+	return cluster.Config{Label: "services", Nodes: nodes(), AgentArgs: append(slices.Clone(nodePortAddrs), agentArgs...)}
 }
 
 // nodes of the cases: each with a second address, and a third one that
@@ -68,20 +129,21 @@ var externalRanges = []string{"192.0.2.0/24", "198.51.100.0/24", "fd00:10:1b::/6
 type world struct {
 	*testing.T
 	*cluster.Cluster
-	ctx     context.Context
+	ctx     context.Context         // of the case
+	life    context.Context         // of the cluster
 	sets    map[string]maps.Set     // by node
 	callers map[string]*caller      // by name
 	addrs   map[string][]netip.Addr // IPv4, IPv6 of everybody
-	marks   int
+	marks   *int
 }
 
-func newWorld(t *testing.T, agentArgs ...string) *world {
+// bringUp starts agents, pods, servers and callers; they live as long as life.
+func bringUp(t *testing.T, life context.Context, c *cluster.Cluster) *world {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
-	t.Cleanup(cancel)
-	cfg := cluster.Config{Nodes: nodes(), AgentArgs: append(slices.Clone(nodePortAddrs), agentArgs...)}
+	ctx, cancel := context.WithTimeout(life, 2*time.Minute)
+	defer cancel()
 	w := &world{
-		T: t, Cluster: cluster.ForTest(t, cfg), ctx: ctx,
+		T: t, Cluster: c, ctx: ctx, life: life, marks: new(int),
 		sets: map[string]maps.Set{}, callers: map[string]*caller{}, addrs: map[string][]netip.Addr{},
 	}
 	var pods []cluster.Object
@@ -111,7 +173,6 @@ func newWorld(t *testing.T, agentArgs ...string) *world {
 	for _, n := range w.Nodes {
 		set, err := maps.OpenPinned(filepath.Join(n.BPFFS(), "maps"), true)
 		w.must(err)
-		t.Cleanup(func() { _ = set.Close() })
 		w.sets[n.NodeName] = set
 	}
 	w.must(w.AddPods(ctx, pods...))
@@ -133,15 +194,17 @@ func newWorld(t *testing.T, agentArgs ...string) *world {
 		w.join(n.NodeName, n.Netns)
 	}
 	w.join("ext", w.Ext)
+	_, err := w.Ext.Serve(life, "ext", 80)
+	w.must(err)
 	return w
 }
 
 // join starts a server and a caller in a namespace.
 func (w *world) join(name string, ns *cluster.Netns) {
 	w.Helper()
-	_, err := ns.Serve(w.ctx, name, cluster.ServerPort)
+	_, err := ns.Serve(w.life, name, cluster.ServerPort)
 	w.must(err)
-	c, err := newCaller(w.ctx, name, ns)
+	c, err := newCaller(w.life, name, ns)
 	w.must(err)
 	w.callers[name] = c
 }
@@ -172,9 +235,29 @@ func (w *world) must(err error) {
 
 // sub is the world of a part of a test.
 func (w *world) sub(t *testing.T) *world {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	t.Cleanup(cancel)
 	s := *w
-	s.T = t
+	s.T, s.ctx = t, ctx
 	return &s
+}
+
+// put writes a service for the rest of the test, in force when it returns.
+func (w *world) put(s service) {
+	w.Helper()
+	w.write(s)
+	w.Cleanup(func() {
+		if err := w.Manifests.Delete(s.objects(w, nil)...); err != nil {
+			w.Error(err)
+		}
+	})
+	w.settled()
+}
+
+func (w *world) write(s service) {
+	w.Helper()
+	w.must(w.Manifests.Put(s.objects(w, nil)...))
 }
 
 // settled waits until both nodes have in force what was written before. What
@@ -184,8 +267,8 @@ func (w *world) sub(t *testing.T) *world {
 func (w *world) settled() {
 	w.Helper()
 	for range 2 {
-		w.marks++
-		name, addr := fmt.Sprintf("mark-%d", w.marks), fmt.Sprintf("10.98.255.%d", w.marks)
+		*w.marks++
+		name, addr := fmt.Sprintf("mark-%d", *w.marks), fmt.Sprintf("10.98.%d.%d", 254+*w.marks/256, *w.marks%256)
 		m := service{name: name, ends: "back-a"}
 		objs := m.objects(w, func(s *corev1.Service) {
 			s.Spec.ClusterIP, s.Spec.ClusterIPs = addr, []string{addr}
