@@ -82,7 +82,7 @@ func own(t *testing.T, agentArgs ...string) *world {
 			_ = set.Close()
 		}
 	})
-	return w
+	return w.sub(t)
 }
 
 func config(agentArgs ...string) cluster.Config {
@@ -180,6 +180,11 @@ func bringUp(t *testing.T, life context.Context, c *cluster.Cluster) *world {
 		host, err := w.AddHost(ctx, o.name, netip.MustParsePrefix(o.ip4+"/24"), netip.MustParsePrefix(o.ip6+"/64"))
 		w.must(err)
 		w.know(o.name, o.ip4, o.ip6)
+		// While an address is no service's, the node forwards what comes for
+		// it, and would have the client go by another way for good.
+		for _, key := range []string{"net/ipv4/conf/all", "net/ipv4/conf/eth0", "net/ipv6/conf/eth0"} {
+			w.must(host.Sysctl(key+"/accept_redirects", "0"))
+		}
 		for _, r := range externalRanges {
 			via := w.addr(o.via, strings.Contains(r, ":"))
 			_, err := host.Exec(ctx, "ip", "route", "add", r, "via", via.String())
