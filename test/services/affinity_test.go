@@ -20,7 +20,7 @@ func sticky(seconds int32) func(*world, *corev1.Service) {
 	}
 }
 
-// families runs a case once per family and protocol.
+// each runs a case once per family and protocol.
 func (w *world) each(fn func(w *world, proto string, v6 bool)) {
 	w.Helper()
 	for _, proto := range []string{"tcp", "udp"} {
@@ -51,7 +51,7 @@ func (w *world) who(from string, s service, at, proto string, v6 bool, count int
 // one is who answers all of them.
 func (w *world) one(from string, s service, at, proto string, v6 bool) string {
 	w.Helper()
-	got := w.who(from, s, at, proto, v6, 12)
+	got := w.who(from, s, at, proto, v6, 5)
 	if len(got) != 1 {
 		w.Fatalf("%s calls %s by %s %s: answered by %v, want one of them", from, s.name, at, proto, got)
 	}

@@ -233,6 +233,7 @@ func TestN12SizesTunnel(t *testing.T) { shared(t).sizes() }
 // Direct routing: clients' packets are carried in the tunnel all the same.
 // The contract holds with it as a whole.
 func TestDirectRouting(t *testing.T) {
+	t.Parallel()
 	w := own(t, "--routing-mode", "direct")
 	w.T.Run("N12", func(t *testing.T) { w.sub(t).sizes() })
 	w.T.Run("rows", func(t *testing.T) {
@@ -245,6 +246,7 @@ func TestDirectRouting(t *testing.T) {
 // --external-source snat: what enters from outside and goes on is seen under
 // the entry node's address, unless the policy is Local.
 func TestSnat(t *testing.T) {
+	t.Parallel()
 	w := own(t, "--external-source", "snat")
 	w.runTable([]row{
 		{from: "out", svc: "web", to: "lb ext node@node-a", by: "back-a back-b", sees: "node-a"},

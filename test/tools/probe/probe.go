@@ -65,6 +65,7 @@ type StreamReport struct {
 	LastReply   time.Duration `json:"last_reply_ns"` // time since
 	MaxGap      time.Duration `json:"max_gap_ns"`    // longest time between two replies
 	Servers     []string      `json:"servers"`
+	Server      string        `json:"server"` // who gave the last answer
 	Local       string        `json:"local"`
 	Remote      string        `json:"remote"`
 	Error       string        `json:"error,omitempty"`
