@@ -18,6 +18,7 @@
 #include "scratch.h"
 
 #define PW_ANSWER_TTL 64
+#define PW_ERROR_BURST 50
 #define PW_CSUM_CHUNK 512 /* what bpf_csum_diff takes at once */
 #define PW_PACKET_BROADCAST 1
 #define PW_PACKET_MULTICAST 2
@@ -319,6 +320,27 @@ static __always_inline int pw_has_way_back(const struct pw_pkt *p)
 }
 
 /*
+ * Errors to outside are limited: whoever sends under false names would have
+ * us trouble others. Each moves the time that the next one is due; that may
+ * lie in the past by as much as the burst takes.
+ */
+static __always_inline int pw_may_tell(const struct pw_pkt *p, struct pw_scratch *s)
+{
+	__u64 now = pw_now(), gap, from;
+
+	if (p->hook != PW_FROM_NETDEV || p->key.proto == IPPROTO_TCP || !cfg_errors_per_sec)
+		return 1;
+	gap = PW_SEC / cfg_errors_per_sec;
+	from = now > PW_ERROR_BURST * gap ? now - PW_ERROR_BURST * gap : 0;
+	if (s->error_due < from)
+		s->error_due = from;
+	if (s->error_due >= now)
+		return 0;
+	s->error_due += gap;
+	return 1;
+}
+
+/*
  * Tells the sender of a packet that does not fit (see pw_limit) how large it
  * may be. Returns 1 when the packet is the answer now.
  */
@@ -327,7 +349,7 @@ static __always_inline int pw_tell_mtu(struct __sk_buff *skb, struct pw_pkt *p)
 	struct pw_scratch *s = pw_get_scratch();
 	__u32 len = skb->len;
 
-	if (!s || !pw_has_way_back(p) || pw_too_big(skb, p, s->mtu))
+	if (!s || !pw_has_way_back(p) || !pw_may_tell(p, s) || pw_too_big(skb, p, s->mtu))
 		return 0;
 	pw_count(PW_DROP_TOO_BIG, p->hook, p->v6, len);
 	pw_count(PW_TOO_BIG_SENT, p->hook, p->v6, skb->len);
@@ -337,11 +359,12 @@ static __always_inline int pw_tell_mtu(struct __sk_buff *skb, struct pw_pkt *p)
 /* The end of a packet that is not let through: dropped, and maybe answered. */
 static __always_inline int pw_answer(struct __sk_buff *skb, struct pw_pkt *p, __u32 reason)
 {
+	struct pw_scratch *s = pw_get_scratch();
 	int act = pw_drop(skb, p, reason);
 
 	if (reason != PW_DROP_NO_BACKEND && reason != PW_DROP_NO_SERVICE_PORT)
 		return act;
-	if (!pw_has_way_back(p) || pw_refuse(skb, p))
+	if (!s || !pw_has_way_back(p) || !pw_may_tell(p, s) || pw_refuse(skb, p))
 		return act;
 	pw_count(PW_REFUSED, p->hook, p->v6, skb->len);
 	return pw_send_back(skb, p);

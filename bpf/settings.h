@@ -38,6 +38,12 @@ const volatile __u8 cfg_masquerade = 1;
 /* What enters from outside by a service goes on under this node's address. */
 const volatile __u8 cfg_snat = 0;
 
+/*
+ * ICMP errors that answer packets from outside, per second and CPU, with a
+ * burst of PW_ERROR_BURST (RFC 1812 4.3.2.8, RFC 4443 2.4 f). 0 = no limit.
+ */
+const volatile __u32 cfg_errors_per_sec = 1000;
+
 /* How long an idle flow is kept, in nanoseconds. */
 const volatile __u64 cfg_tcp_new = 60 * PW_SEC;
 const volatile __u64 cfg_tcp_established = 86400 * PW_SEC;

@@ -86,6 +86,68 @@ func TestCheckFindsDamage(t *testing.T) {
 	n.expectNothing()
 }
 
+// Every runtime's way of writing port mappings, and what is none.
+func TestPortMappings(t *testing.T) {
+	n := newNode(t)
+	list := n.config("1.1.0", nil)
+	rt := n.pod("web")
+	type m = map[string]any
+	rt.CapabilityArgs = m{"portMappings": []m{
+		{"hostPort": 80, "containerPort": 8080},
+		{"hostPort": 53, "containerPort": 5353, "protocol": "udp", "hostIP": ""},
+		{"hostPort": 53, "containerPort": 5354, "protocol": "TCP", "hostIP": "0.0.0.0"},
+		{"hostPort": 65535, "containerPort": 1, "protocol": "Sctp", "hostIP": "::"},
+		{"hostPort": 81, "containerPort": 8080, "hostIP": "::ffff:192.0.2.1"},
+	}}
+	n.add(list, rt)
+	want := "[0.0.0.0:53->5354/tcp 53->5353/udp 80->8080/tcp 192.0.2.1:81->8080/tcp [::]:65535->1/sctp]"
+	if got := fmt.Sprint(n.List()[0].PortMappings); got != want {
+		t.Errorf("port mappings %s, want %s", got, want)
+	}
+	if err := n.cni.CheckNetworkList(t.Context(), list, rt); err != nil {
+		t.Errorf("CHECK: %v", err)
+	}
+	rt.CapabilityArgs = m{"portMappings": []m{{"hostPort": 80, "containerPort": 8081}}}
+	expectCNI(t, n.cni.CheckNetworkList(t.Context(), list, rt), uint(endpoint.CodeDiffers), "80->8081/tcp", "80->8080/tcp")
+
+	rival := n.pod("rival")
+	rival.CapabilityArgs = rt.CapabilityArgs
+	_, err := n.cni.AddNetworkList(t.Context(), list, rival)
+	expectCNI(t, err, uint(endpoint.CodeHostPort), "host port 80/tcp", "default/web")
+	n.stop()
+	n.start() // what is on disk counts as well
+	_, err = n.cni.AddNetworkList(t.Context(), list, rival)
+	expectCNI(t, err, uint(endpoint.CodeHostPort), "default/web")
+	n.del(list, rt)
+	n.add(list, rival)
+	n.del(list, rival)
+
+	for name, c := range map[string]struct {
+		mapping m
+		text    string
+	}{
+		"no host port":    {m{"containerPort": 80}, "[0].hostPort: 0"},
+		"large host port": {m{"hostPort": 65536, "containerPort": 80}, "[0].hostPort: 65536"},
+		"negative":        {m{"hostPort": -1, "containerPort": 80}, "[0].hostPort: -1"},
+		"no port":         {m{"hostPort": 80}, "[0].containerPort: 0"},
+		"large port":      {m{"hostPort": 80, "containerPort": 70000}, "[0].containerPort: 70000"},
+		"protocol":        {m{"hostPort": 80, "containerPort": 80, "protocol": "icmp"}, `[0].protocol: "icmp"`},
+		"multicast":       {m{"hostPort": 80, "containerPort": 80, "hostIP": "ff02::1"}, `[0].hostIP: "ff02::1"`},
+		"mapped":          {m{"hostPort": 80, "containerPort": 80, "hostIP": "::ffff:224.0.0.1"}, `[0].hostIP: "::ffff:224.0.0.1"`},
+		"a zone":          {m{"hostPort": 80, "containerPort": 80, "hostIP": "fe80::1%eth0"}, `[0].hostIP: "fe80::1%eth0"`},
+		"a name":          {m{"hostPort": 80, "containerPort": 80, "hostIP": "node-a"}, `[0].hostIP: "node-a"`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			bad := n.pod("bad")
+			bad.CapabilityArgs = m{"portMappings": []m{c.mapping}}
+			_, err := n.cni.AddNetworkList(t.Context(), list, bad)
+			expectCNI(t, err, types.ErrInvalidNetworkConfig, "runtimeConfig.portMappings"+c.text)
+			n.del(list, bad)
+		})
+	}
+	n.expectNothing()
+}
+
 func TestWantedAddresses(t *testing.T) {
 	n := newNode(t)
 	list := n.config("1.0.0", nil)
@@ -318,7 +380,8 @@ func TestBadConfigurations(t *testing.T) {
 		"future version":     {`{"cniVersion":"9.0.0","name":"podweir","type":"podweir-cni"}`, "", types.ErrIncompatibleCNIVersion, nil},
 		"unknown key":        {`{` + base + `,"sockett":"/x"}`, "", types.ErrUnsupportedField, []string{"sockett", "/x"}},
 		"ipam":               {`{` + base + `,"ipam":{"type":"host-local"}}`, "", types.ErrUnsupportedField, []string{"ipam", "host-local"}},
-		"capability":         {`{` + base + `,"runtimeConfig":{"portMappings":[]}}`, "", types.ErrUnsupportedField, []string{"portMappings"}},
+		"capability":         {`{` + base + `,"runtimeConfig":{"bandwidth":{}}}`, "", types.ErrUnsupportedField, []string{"bandwidth"}},
+		"portMappings":       {`{` + base + `,"runtimeConfig":{"portMappings":7}}`, "", types.ErrInvalidNetworkConfig, []string{"portMappings"}},
 		"socket no string":   {`{` + base + `,"socket":7}`, "", types.ErrInvalidNetworkConfig, []string{"socket"}},
 		"socket is relative": {`{` + base + `,"socket":"x.sock"}`, "", types.ErrInvalidNetworkConfig, []string{"socket", "x.sock"}},
 		"state is relative":  {`{` + base + `,"stateDir":"x"}`, "", types.ErrInvalidNetworkConfig, []string{"stateDir"}},

@@ -31,7 +31,8 @@ type config struct {
 	Timeout       string `json:"timeout"`
 	LogLevel      string `json:"logLevel"`
 	RuntimeConfig struct {
-		IPs []string `json:"ips"`
+		IPs          []string      `json:"ips"`
+		PortMappings []portMapping `json:"portMappings"`
 	} `json:"runtimeConfig"`
 	Args struct {
 		CNI struct {
@@ -42,6 +43,14 @@ type config struct {
 	hasValid bool // the list of valid attachments is there, if perhaps empty
 	timeout  time.Duration
 	level    slog.Level
+}
+
+// portMapping is one entry of the capability as runtimes write it.
+type portMapping struct {
+	HostPort      int    `json:"hostPort"`
+	ContainerPort int    `json:"containerPort"`
+	Protocol      string `json:"protocol"`
+	HostIP        string `json:"hostIP"`
 }
 
 // knownKeys returns the keys that a configuration may have; runtimes add
@@ -77,7 +86,7 @@ func parseConfig(data []byte) (*config, error) {
 		}
 	}
 	for k, v := range capabilities {
-		if k != "ips" {
+		if k != "ips" && k != "portMappings" {
 			return nil, types.NewError(types.ErrUnsupportedField,
 				fmt.Sprintf("network configuration: runtimeConfig %q: %s: the capability is not supported; remove it from \"capabilities\"", k, v), "")
 		}
@@ -164,6 +173,9 @@ func request(args *skel.CmdArgs, c *config) (endpoint.Request, error) {
 		ContainerID: args.ContainerID, IfName: args.IfName, Netns: args.Netns, Network: c.Name,
 		Namespace: pairs["K8S_POD_NAMESPACE"], Pod: pairs["K8S_POD_NAME"], UID: pairs["K8S_POD_UID"],
 	}
+	if req.PortMappings, err = parsePortMappings(c.RuntimeConfig.PortMappings); err != nil {
+		return req, badConfig("runtimeConfig.portMappings%v", err)
+	}
 	switch {
 	case len(c.RuntimeConfig.IPs) > 0:
 		if req.Addrs, err = parseAddrs(c.RuntimeConfig.IPs); err != nil {
@@ -195,6 +207,44 @@ func parseAddrs(list []string) ([]netip.Addr, error) {
 			return nil, fmt.Errorf("%q is no IP address", s)
 		}
 		out = append(out, a.Unmap())
+	}
+	return out, nil
+}
+
+// parsePortMappings keeps nil apart from none: with nil nothing was said.
+func parsePortMappings(list []portMapping) ([]endpoint.PortMapping, error) {
+	if list == nil {
+		return nil, nil
+	}
+	out := make([]endpoint.PortMapping, 0, len(list))
+	for i, p := range list {
+		fail := func(format string, args ...any) ([]endpoint.PortMapping, error) {
+			return nil, fmt.Errorf("[%d].%s", i, fmt.Sprintf(format, args...))
+		}
+		if p.HostPort < 1 || p.HostPort > 65535 {
+			return fail("hostPort: %d is no port: 1 to 65535 are", p.HostPort)
+		}
+		if p.ContainerPort < 1 || p.ContainerPort > 65535 {
+			return fail("containerPort: %d is no port: 1 to 65535 are", p.ContainerPort)
+		}
+		m := endpoint.PortMapping{
+			HostPort: uint16(p.HostPort), ContainerPort: uint16(p.ContainerPort), Protocol: strings.ToUpper(p.Protocol),
+		}
+		switch m.Protocol {
+		case "":
+			m.Protocol = "TCP"
+		case "TCP", "UDP", "SCTP":
+		default:
+			return fail("protocol: %q is none of tcp, udp and sctp", p.Protocol)
+		}
+		if p.HostIP != "" {
+			a, err := netip.ParseAddr(p.HostIP)
+			if err != nil || a.Zone() != "" || a.Unmap().IsMulticast() {
+				return fail("hostIP: %q is no address that a node can have", p.HostIP)
+			}
+			m.HostIP = a.Unmap()
+		}
+		out = append(out, m)
 	}
 	return out, nil
 }

@@ -17,7 +17,10 @@
 // with IP= in CNI_ARGS; the first of these that is there counts. The pod's
 // name comes from K8S_POD_NAMESPACE, K8S_POD_NAME and K8S_POD_UID in CNI_ARGS.
 //
+// Ports of the node are asked for with the "portMappings" capability.
+//
 // Codes of errors are those of the specification; beyond them: 100 a requested
 // address cannot be given, 101 no address is left, 102 the interface exists,
-// 103 CHECK found differences.
+// 103 CHECK found differences, 104 a requested port of the node is another
+// pod's.
 package main

@@ -93,6 +93,7 @@ type Agent struct {
 	world     world
 	stats     stats
 	checks    checks
+	ports     hostPorts
 	unwritten map[service.Owner]struct{} // services that a map refused a part of
 }
 
@@ -148,6 +149,7 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 	a.world.attached = make(map[int]string)
 	a.health = health.New(health.DefaultTimeout, time.Now, a.noLocal)
 	a.checks = newChecks(a.health)
+	a.ports = newHostPorts()
 	a.unwritten = make(map[service.Owner]struct{})
 	a.dirty.services = make(map[types.NamespacedName]struct{})
 	var err error

@@ -55,7 +55,10 @@ func (b *agentBench) newTables() {
 	b.done = func() { tables.MarkComplete(in) }
 }
 
-func (b *agentBench) start() {
+func (b *agentBench) start() { b.startWith() }
+
+// startWith starts the loop with the endpoints of an earlier run.
+func (b *agentBench) startWith(endpoints ...endpoint.Endpoint) {
 	b.t.Helper()
 	var err error
 	b.a, err = New(Options{NodeName: "node-a", VNI: 4096, Log: slog.New(slog.DiscardHandler)},
@@ -63,6 +66,7 @@ func (b *agentBench) start() {
 	if err != nil {
 		b.t.Fatal(err)
 	}
+	b.a.eps.seed(endpoints)
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
 	a := b.a

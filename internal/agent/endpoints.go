@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/podweir/podweir/internal/endpoint"
+	"github.com/podweir/podweir/internal/service"
 )
 
 // errStopping is what waits for the loop gets when the agent stops.
@@ -143,12 +144,14 @@ type endpointRound struct {
 	byAddr  map[netip.Addr]localEndpoint
 	pods    map[types.NamespacedName]*corev1.Pod // one for each local pod
 	addrs   map[types.NamespacedName][]netip.Addr
+	ports   map[types.NamespacedName][]service.PodPorts // of local pods that have some
 	waiting []endpointWait
 	left    []chan error
 	errs    []error
 }
 
 type endpointWait struct {
+	pod   types.NamespacedName
 	addrs []netip.Addr
 	done  []chan error
 }
@@ -164,6 +167,7 @@ func (e *endpoints) collect(lookup func(types.NamespacedName) *corev1.Pod) endpo
 		byAddr: make(map[netip.Addr]localEndpoint),
 		pods:   make(map[types.NamespacedName]*corev1.Pod),
 		addrs:  make(map[types.NamespacedName][]netip.Addr),
+		ports:  make(map[types.NamespacedName][]service.PodPorts),
 		left:   e.left,
 	}
 	e.left = nil
@@ -193,28 +197,35 @@ func (e *endpoints) collect(lookup func(types.NamespacedName) *corev1.Pod) endpo
 		if r.pods[name] == nil {
 			r.pods[name] = st.pod
 		}
+		var own []netip.Addr
 		for _, a := range st.ep.Addrs {
 			if _, taken := r.byAddr[a]; taken {
 				continue
 			}
 			r.byAddr[a] = localEndpoint{Endpoint: st.ep, pod: name}
-			r.addrs[name] = append(r.addrs[name], a)
+			own = append(own, a)
+		}
+		r.addrs[name] = append(r.addrs[name], own...)
+		if len(st.ep.PortMappings) > 0 {
+			r.ports[name] = append(r.ports[name], podPorts(own, st.ep.PortMappings))
 		}
 		if len(st.waiters) > 0 {
-			r.waiting = append(r.waiting, endpointWait{st.ep.Addrs, st.waiters})
+			r.waiting = append(r.waiting, endpointWait{name, st.ep.Addrs, st.waiters})
 			st.waiters = nil
 		}
 	}
 	return r
 }
 
-// answer tells all who waited; check says whether an address is in force.
-func (r endpointRound) answer(check func(netip.Addr) error) {
+// answer tells all who waited; check says whether an address is in force,
+// ports whether a pod's host ports are.
+func (r endpointRound) answer(check func(netip.Addr) error, ports func(types.NamespacedName) error) {
 	for _, w := range r.waiting {
 		var errs []error
 		for _, a := range w.addrs {
 			errs = append(errs, check(a))
 		}
+		errs = append(errs, ports(w.pod))
 		for _, done := range w.done {
 			done <- errors.Join(errs...)
 		}

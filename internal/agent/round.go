@@ -40,11 +40,18 @@ func (a *Agent) round(ctx context.Context) time.Time {
 		a.syncDevAddrs()
 	}
 	a.dirty.routes = a.dirty.routes || a.dirty.peers || a.dirty.stack || a.dirty.nodes
-	if a.dirty.peers {
+	endpoints := a.dirty.peers
+	if endpoints {
 		a.syncPeers(txn)
 		a.dirty.peers = false
 	}
 	a.syncServices(txn)
+	if endpoints {
+		// Running flows follow before anybody is told. What fails here fails
+		// again below.
+		_ = a.gens.flush()
+		a.world.local.answer(a.inForce, a.hostPortsInForce)
+	}
 	if a.dirty.stack || a.dirty.nodes {
 		a.dirty.stack, a.dirty.nodes = false, false
 	}
@@ -75,6 +82,9 @@ func (a *Agent) comeBack(next time.Time) time.Time {
 	}
 	next = sooner(next, a.services.nextRetry())
 	for _, at := range a.retry {
+		next = sooner(next, at)
+	}
+	for _, at := range a.ports.retry {
 		next = sooner(next, at)
 	}
 	return next
@@ -212,7 +222,7 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 	}
 	a.problems["endpoints"] = problems("", w.local.errs...)
 	a.problem("addresses and policy", "", err)
-	w.local.answer(a.inForce)
+	a.compileHostPorts()
 }
 
 // inForce says why a local address is not as the loop wants it.
@@ -281,11 +291,11 @@ func (a *Agent) syncServices(txn statedb.ReadTxn) {
 			delete(a.retry, name)
 		}
 	}
-	if len(a.dirty.services) == 0 {
+	batch := a.dirtyHostPorts(now)
+	if len(a.dirty.services) == 0 && len(batch) == 0 {
 		a.problem("frontends", "", a.services.retry())
 		return
 	}
-	batch := make(map[service.Owner]service.Compiled, len(a.dirty.services))
 	self := a.serviceNode()
 	for name := range a.dirty.services {
 		owner := service.Service(name.Namespace, name.Name)
@@ -309,13 +319,22 @@ func (a *Agent) syncServices(txn statedb.ReadTxn) {
 	a.dirty.services = make(map[types.NamespacedName]struct{})
 	again, errs := a.services.apply(batch)
 	for _, o := range again {
+		if o.Kind == service.KindPod {
+			a.ports.retry[o] = now
+			continue
+		}
 		a.retry[types.NamespacedName{Namespace: o.Namespace, Name: o.Name}] = now
 	}
 	for o, err := range errs {
 		key := o.String()
 		a.problems[key] = append(a.problems[key], problems(key, err)...)
-		a.retry[types.NamespacedName{Namespace: o.Namespace, Name: o.Name}] = now.Add(serviceRetry)
 		a.noteUnwritten(o, err)
+		if o.Kind == service.KindPod {
+			a.ports.failed[o] = err
+			a.ports.retry[o] = now.Add(serviceRetry)
+			continue
+		}
+		a.retry[types.NamespacedName{Namespace: o.Namespace, Name: o.Name}] = now.Add(serviceRetry)
 	}
 }
 

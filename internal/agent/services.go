@@ -12,6 +12,9 @@ import (
 	"github.com/podweir/podweir/internal/service"
 )
 
+// errTaken is wrapped by errors about frontends that are another owner's.
+var errTaken = errors.New("belongs to")
+
 // services writes what the datapath knows of services: pw_services,
 // pw_backends, pw_maglev, pw_backend_st and pw_src_ranges. It does not ask
 // where ports come from: they belong to owners, services or others.
@@ -259,7 +262,7 @@ func (s *services) point(owner service.Owner, p *service.Port) (errs []error) {
 			}
 			s.waiting[f.Key][owner] = struct{}{}
 			s.wants[owner] = append(s.wants[owner], f.Key)
-			errs = append(errs, fmt.Errorf("frontend %s of %s belongs to %s", maps.KeyString(f.Key), key, other))
+			errs = append(errs, fmt.Errorf("frontend %s of %s %w %s", maps.KeyString(f.Key), key, errTaken, other))
 			continue
 		}
 		s.claims[f.Key] = key

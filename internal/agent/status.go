@@ -119,11 +119,15 @@ func servicePort(owner service.Owner, p *service.Port, st *portState) api.Servic
 func (a *Agent) EndpointList() api.Endpoints {
 	out := api.Endpoints{Endpoints: []api.Endpoint{}}
 	for _, ep := range a.eps.list() {
+		var ports []string
+		for _, m := range ep.PortMappings {
+			ports = append(ports, m.String())
+		}
 		out.Endpoints = append(out.Endpoints, api.Endpoint{
 			ID: ep.ID, Namespace: ep.Namespace, Pod: ep.Pod, UID: ep.UID,
 			ContainerID: ep.ContainerID, IfName: ep.IfName,
 			HostIfName: ep.HostIfName, HostIfindex: ep.HostIfindex,
-			Addrs: ep.Addrs, MAC: ep.MAC.String(),
+			Addrs: ep.Addrs, MAC: ep.MAC.String(), HostPorts: ports,
 		})
 	}
 	return out

@@ -142,6 +142,9 @@ type Endpoint struct {
 	HostIfindex int          `json:"hostIfindex"`
 	Addrs       []netip.Addr `json:"addrs"`
 	MAC         string       `json:"mac"`
+	// HostPorts are the ports of the node that lead to the pod, such as
+	// "8080->80/tcp" and "172.31.0.2:53->53/udp".
+	HostPorts []string `json:"hostPorts,omitempty"`
 }
 
 // Policy names what stands in pw_policy.

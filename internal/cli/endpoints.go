@@ -27,6 +27,8 @@ type endpointView struct {
 	// Ingress and Egress are policy tables; 0 = not isolated.
 	Ingress uint32 `json:"ingress"`
 	Egress  uint32 `json:"egress"`
+	// HostPorts are the ports of the node that lead to it.
+	HostPorts []string `json:"hostPorts,omitempty"`
 	// Missing: the agent knows it, and it is not in the datapath.
 	Missing bool `json:"missing,omitempty"`
 }
@@ -52,14 +54,14 @@ func (s *session) endpointsCommand() *cobra.Command {
 }
 
 func endpointTable(eps []endpointView) *table {
-	t := newTable("no pods on this node", "ID", "POD", "ADDRESSES", "DEVICE", "MAC", "IDENTITY", "INGRESS", "EGRESS", "+CONTAINER")
+	t := newTable("no pods on this node", "ID", "POD", "ADDRESSES", "DEVICE", "MAC", "IDENTITY", "INGRESS", "EGRESS", "HOST PORTS", "+CONTAINER")
 	for _, e := range eps {
 		ingress, egress := isolation(e.Ingress), isolation(e.Egress)
 		identity := maps.IdentityName(e.Identity)
 		if e.Missing {
 			ingress, egress, identity = "not in the datapath", "", ""
 		}
-		t.add(fmt.Sprint(e.ID), e.Pod, list(texts(e.Addrs), true), e.Device, e.MAC, identity, ingress, egress, e.ContainerID)
+		t.add(fmt.Sprint(e.ID), e.Pod, list(texts(e.Addrs), true), e.Device, e.MAC, identity, ingress, egress, list(e.HostPorts, true), e.ContainerID)
 	}
 	return t
 }
@@ -98,6 +100,7 @@ func readEndpoints(m Maps, n *names) ([]endpointView, error) {
 			}
 			if k, ok := known[e.Id]; ok {
 				v.Pod, v.UID, v.ContainerID = podName(k.Namespace, k.Pod), k.UID, k.ContainerID
+				v.HostPorts = k.HostPorts
 			}
 			views[r] = v
 		}
@@ -112,7 +115,7 @@ func readEndpoints(m Maps, n *names) ([]endpointView, error) {
 		if !present[k.ID] {
 			out = append(out, endpointView{
 				ID: k.ID, Pod: podName(k.Namespace, k.Pod), UID: k.UID, ContainerID: k.ContainerID,
-				Addrs: k.Addrs, Device: k.HostIfName, Ifindex: uint32(k.HostIfindex), MAC: k.MAC, Missing: true,
+				Addrs: k.Addrs, Device: k.HostIfName, Ifindex: uint32(k.HostIfindex), MAC: k.MAC, HostPorts: k.HostPorts, Missing: true,
 			})
 		}
 	}

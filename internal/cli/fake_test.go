@@ -125,6 +125,8 @@ func planMaps() *fakeMaps {
 			{Addr: a("10.98.0.12"), Port: 9000, Proto: maps.ProtoSCTP}:    {Id: 15, Set: 42, Count: 2},
 			{Addr: a("10.98.0.13"), Port: 65535, Proto: maps.ProtoTCP}:    {Id: 15, Set: 43, Count: 1},
 			{Addr: a("fd00:10:98::12"), Port: 9000, Proto: maps.ProtoTCP}: {Id: 99, Set: 44, Count: 1},
+			// A host port.
+			{Addr: a("172.31.0.2"), Port: 8888, Proto: maps.ProtoTCP}: {Id: 22, Set: 46, Count: 1, ExtSet: 46, ExtCount: 1, Flags: maps.ServiceExternal | maps.ServiceKeepSource},
 			// A load balancer with externalTrafficPolicy Local, and one without
 			// endpoints here.
 			{Addr: a("10.98.0.20")}:                                     {Flags: maps.ServiceAddrOwned},
@@ -136,6 +138,7 @@ func planMaps() *fakeMaps {
 			{Addr: a("fd00:10:98::20"), Port: 80, Proto: maps.ProtoTCP}: {Id: 21, Flags: maps.ServiceNoLocal | maps.ServiceNoLocalExt},
 		},
 		backends: map[maps.BackendKey]maps.Backend{
+			{Set: 46, Slot: 0}: {Addr: a("10.244.80.65"), Port: 8080},
 			{Set: 40, Slot: 0}: {Addr: a("10.244.80.66"), Port: 8080},
 			{Set: 40, Slot: 1}: {Addr: a("10.244.158.65"), Port: 8080},
 			{Set: 42, Slot: 0}: {Addr: a("10.244.158.65"), Port: 9000},
@@ -275,9 +278,11 @@ func planAgent() fakeAgent {
 			{Namespace: "default", Name: "lb", ID: 20,
 				Frontends: []netip.AddrPort{netip.MustParseAddrPort("10.98.0.20:80"), netip.MustParseAddrPort("0.0.0.0:30080"), netip.MustParseAddrPort("192.0.2.80:80")},
 				Types:     []string{"ClusterIP", "NodePort", "LoadBalancer"}},
+			{Kind: "Pod", Namespace: "default", Name: "client", Port: "8888", ID: 22,
+				Frontends: []netip.AddrPort{netip.MustParseAddrPort("172.31.0.2:8888")}, Types: []string{"HostPort"}},
 		}},
 		api.PathEndpoints: api.Endpoints{Endpoints: []api.Endpoint{
-			{ID: 1, Namespace: "default", Pod: "client", ContainerID: "c1", HostIfName: "pw00000000001", HostIfindex: 7, Addrs: []netip.Addr{ip("10.244.80.65"), ip("fd00:10:244:50::65")}},
+			{ID: 1, Namespace: "default", Pod: "client", ContainerID: "c1", HostIfName: "pw00000000001", HostIfindex: 7, Addrs: []netip.Addr{ip("10.244.80.65"), ip("fd00:10:244:50::65")}, HostPorts: []string{"8888->8080/tcp", "172.31.0.2:53->53/udp"}},
 			{ID: 2, Namespace: "default", Pod: "local", ContainerID: "c2", HostIfName: "pw00000000002", HostIfindex: 9, Addrs: []netip.Addr{ip("10.244.80.66")}},
 			{ID: 3, Namespace: "default", Pod: "starting", ContainerID: "c3", HostIfName: "pw00000000003", HostIfindex: 11, Addrs: []netip.Addr{ip("10.244.80.67")}, MAC: "02:00:00:00:00:03"},
 		}},

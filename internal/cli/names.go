@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"strings"
 
 	"github.com/podweir/podweir/internal/api"
 	"github.com/podweir/podweir/internal/maps"
@@ -94,13 +95,17 @@ func (n *names) device(ifindex uint32) string {
 	return fmt.Sprintf("ifindex-%d", ifindex)
 }
 
-// serviceName is namespace/name[:port]; empty for an unknown id.
+// serviceName is namespace/name[:port], with the kind before it if the owner is
+// no Service; empty for an unknown id.
 func (n *names) serviceName(id uint32) string {
 	s, ok := n.services[id]
 	if !ok {
 		return ""
 	}
 	name := podName(s.Namespace, s.Name)
+	if s.Kind != "" && s.Kind != "Service" {
+		name = strings.ToLower(s.Kind) + " " + name
+	}
 	if s.Port != "" {
 		name += ":" + s.Port
 	}

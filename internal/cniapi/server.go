@@ -110,7 +110,7 @@ func httpStatus(c endpoint.Code) int {
 		return http.StatusBadRequest
 	case endpoint.CodeUnknownContainer:
 		return http.StatusNotFound
-	case endpoint.CodeExists, endpoint.CodeAddress, endpoint.CodeDiffers:
+	case endpoint.CodeExists, endpoint.CodeAddress, endpoint.CodeDiffers, endpoint.CodeHostPort:
 		return http.StatusConflict
 	case endpoint.CodeTryAgain, endpoint.CodeNotAvailable, endpoint.CodeExhausted:
 		return http.StatusServiceUnavailable

@@ -114,11 +114,15 @@ func (m *Manager) register(req Request, hostIf string) (*entry, error) {
 		ContainerID: req.ContainerID, IfName: req.IfName, Netns: req.Netns, Network: req.Network,
 		Namespace: req.Namespace, Pod: req.Pod, UID: req.UID,
 		HostIfName: hostIf, MTU: m.cfg.MTU(),
+		PortMappings: sortedMappings(req.PortMappings),
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.eps[ep.Key()] != nil {
 		return nil, errorf(CodeExists, "container %s has an interface %s already: DEL it first", req.ContainerID, req.IfName)
+	}
+	if err := m.portsTaken(ep.PortMappings); err != nil {
+		return nil, err
 	}
 	var err error
 	ep.Addrs, err = m.cfg.IPAM.Allocate(owner(ep), req.Addrs...)

@@ -9,7 +9,8 @@ import (
 )
 
 // Check compares what exists with what Add made; the error names every
-// difference. Addresses in the request are those that the runtime was told.
+// difference. Addresses in the request are those that the runtime was told,
+// port mappings those that it asks for still.
 func (m *Manager) Check(ctx context.Context, req Request) error {
 	if err := req.validate(); err != nil {
 		return err
@@ -48,6 +49,9 @@ func (m *Manager) differences(ctx context.Context, ep Endpoint, req Request) ([]
 		if !slices.Equal(told, have) {
 			diffs = append(diffs, fmt.Sprintf("the result of ADD has addresses %v, the endpoint %v", told, have))
 		}
+	}
+	if asked := sortedMappings(req.PortMappings); req.PortMappings != nil && !slices.Equal(asked, ep.PortMappings) {
+		diffs = append(diffs, fmt.Sprintf("the configuration has port mappings %v, the endpoint %v", asked, ep.PortMappings))
 	}
 	h, err := newHandle()
 	if err != nil {

@@ -20,6 +20,12 @@
 // is judged like any other. An error at any step undoes all of them.
 // [Manager.Del] takes the link down before it detaches the datapath.
 //
+// # Ports of the node
+//
+// [Endpoint.PortMappings] are what the runtime asked for. They are kept with
+// the endpoint and given up with it; no two endpoints have one port of one
+// address. The [Regenerator] puts them in force.
+//
 // # State
 //
 // There is one JSON file per endpoint under <state>/endpoints, replaced

@@ -55,6 +55,8 @@ type Endpoint struct {
 	MAC         net.HardwareAddr `json:"-"` // of the pod's half
 	HostMAC     net.HardwareAddr `json:"-"`
 	MTU         int              `json:"mtu"`
+	// PortMappings are the ports of the node that lead to this pod, sorted.
+	PortMappings []PortMapping `json:"portMappings,omitempty"`
 }
 
 // Key identifies an endpoint: one container may have several interfaces.
@@ -149,6 +151,8 @@ type Request struct {
 	Pod         string       `json:"pod,omitempty"`
 	UID         string       `json:"uid,omitempty"`
 	Addrs       []netip.Addr `json:"addrs,omitempty"` // Add: wanted. Check: what the previous result says.
+	// PortMappings are wanted by Add and compared by Check, unless nil.
+	PortMappings []PortMapping `json:"portMappings,omitzero"`
 }
 
 // Key returns what identifies the endpoint meant.

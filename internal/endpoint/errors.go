@@ -22,6 +22,7 @@ const (
 	CodeExhausted        Code = 101 // no address is left
 	CodeExists           Code = 102 // the interface exists already
 	CodeDiffers          Code = 103 // CHECK: something is not as ADD made it
+	CodeHostPort         Code = 104 // a requested port of the node is another pod's
 	CodeInternal         Code = 999
 )
 

@@ -52,5 +52,8 @@ func (r Request) validate() error {
 	if (r.Namespace == "") != (r.Pod == "") {
 		return errorf(CodeBadRequest, "K8S_POD_NAMESPACE is %q and K8S_POD_NAME is %q: give both or neither", r.Namespace, r.Pod)
 	}
+	if _, err := portMappings(r.PortMappings); err != nil {
+		return errorf(CodeBadRequest, "%w", err)
+	}
 	return nil
 }

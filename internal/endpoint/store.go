@@ -107,7 +107,8 @@ func (r record) validate(name string) error {
 			return errors.New("an address is empty")
 		}
 	}
-	return nil
+	_, err := portMappings(ep.PortMappings)
+	return err
 }
 
 // setAside moves an endpoint's file to the corrupt folder.

@@ -23,6 +23,8 @@
 // Headless and ExternalName services, and services and slices that their
 // labels give to another proxy, compile to nothing and are no error.
 //
+// The host ports of a pod compile to the same ([CompileHostPorts]).
+//
 // A part that cannot be used (an address that is none, a port of an unknown
 // protocol, a slice of names) is left out and reported by object and field;
 // everything else is compiled.

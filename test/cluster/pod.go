@@ -28,16 +28,26 @@ type Pod struct {
 	ContainerID        string
 	Addrs              []netip.Addr     // as CNI ADD answered
 	Result             *types100.Result // of CNI ADD
+	PortMappings       []PortMapping    // asked for by the "portMappings" capability
+}
+
+// PortMapping is a host port as container runtimes ask for it.
+type PortMapping struct {
+	HostPort      int    `json:"hostPort"`
+	ContainerPort int    `json:"containerPort"`
+	Protocol      string `json:"protocol,omitempty"`
+	HostIP        string `json:"hostIP,omitempty"`
 }
 
 // AddPod makes the sandbox of a pod on the node its spec names, and plugs it
 // with CNI ADD. The addresses of its status, if any, are asked for by the
 // "ips" capability: in directory mode the manifests say who has which.
-func (c *Cluster) AddPod(ctx context.Context, obj *corev1.Pod) (*Pod, error) {
+func (c *Cluster) AddPod(ctx context.Context, obj *corev1.Pod, ports ...PortMapping) (*Pod, error) {
 	p, err := c.NewSandbox(obj)
 	if err != nil {
 		return nil, err
 	}
+	p.PortMappings = ports
 	var ips []string
 	for _, ip := range obj.Status.PodIPs {
 		ips = append(ips, ip.IP)
@@ -177,8 +187,12 @@ func (p *Pod) runtimeConf(ips []string) *libcni.RuntimeConf {
 			{"K8S_POD_UID", p.UID},
 		},
 	}
+	rc.CapabilityArgs = map[string]any{}
 	if len(ips) > 0 {
-		rc.CapabilityArgs = map[string]any{"ips": ips}
+		rc.CapabilityArgs["ips"] = ips
+	}
+	if len(p.PortMappings) > 0 {
+		rc.CapabilityArgs["portMappings"] = p.PortMappings
 	}
 	return rc
 }
@@ -192,7 +206,7 @@ func (p *Pod) network() *libcni.NetworkConfigList {
 			"type":         "podweir-cni",
 			"socket":       p.Node.Socket(),
 			"stateDir":     p.Node.StateDir(),
-			"capabilities": map[string]bool{"ips": true},
+			"capabilities": map[string]bool{"ips": true, "portMappings": true},
 		}},
 	})
 	if err != nil { // strings only

@@ -19,6 +19,9 @@ func TestCNI(t *testing.T) {
 	w.run("C CHECK", (*world).check)
 	w.run("C repeated DEL", (*world).del)
 	w.run("C DEL without the agent", (*world).delWithoutAgent)
+	w.run("S22 host ports", (*world).hostPorts)
+	w.run("S22 a host port and a NodePort", (*world).hostPortAndNodePort)
+	w.run("S22 a host port used again", (*world).hostPortReused)
 	w.run("N19 an address used again", (*world).reused)
 }
 

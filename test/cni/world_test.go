@@ -32,7 +32,7 @@ type world struct {
 }
 
 func newWorld(t *testing.T) *world {
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
 	t.Cleanup(cancel)
 	w := &world{T: t, ctx: ctx, c: cluster.ForTest(t, cluster.Config{}), sets: map[string]pwmaps.Set{}}
 	w.must(w.c.Manifests.Put(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "default"}}))
@@ -80,11 +80,11 @@ func object(name, node string, addrs ...netip.Addr) *corev1.Pod {
 
 // add plugs a pod, writes its addresses to its manifest as a kubelet does,
 // and starts its servers.
-func (w *world) add(obj *corev1.Pod) (*cluster.Pod, error) {
+func (w *world) add(obj *corev1.Pod, ports ...cluster.PortMapping) (*cluster.Pod, error) {
 	if err := w.c.Manifests.Put(obj); err != nil {
 		return nil, err
 	}
-	p, err := w.c.AddPod(w.ctx, obj)
+	p, err := w.c.AddPod(w.ctx, obj, ports...)
 	if err != nil {
 		return nil, err
 	}

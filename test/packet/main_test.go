@@ -143,6 +143,10 @@ func loadAs(cfg loader.Config, change func(*ebpf.CollectionSpec)) (*datapath, er
 	for _, m := range spec.Maps {
 		m.Pinning = ebpf.PinNone
 	}
+	// A test sends more in a second than errors are due; see TestErrorsAreLimited.
+	if err := spec.Variables["cfg_errors_per_sec"].Set(uint32(0)); err != nil {
+		return nil, fmt.Errorf("set the limit of errors: %w", err)
+	}
 	change(spec)
 	opts := &ebpf.CollectionOptions{Programs: ebpf.ProgramOptions{LogLevel: ebpf.LogLevelStats}}
 	if err := spec.LoadAndAssign(&d.objs, opts); err != nil {

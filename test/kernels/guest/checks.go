@@ -208,6 +208,11 @@ func (w *world) checkHost(v6 bool) error {
 			w.a.converse(remoteService.ip(v6), servicePort),
 			w.client.converse(w.a.ip(v6), podPort), w.client.ping(w.a.ip(v6), 2),
 			w.client.converse(w.b.ip(v6), podPort),
+			// NodePorts, to a pod here and to one there: of the host itself by
+			// lo, of another node translated where they are called.
+			w.a.converse(w.a.ip(v6), nodePort+1), w.a.converse(w.a.ip(v6), nodePort+2),
+			w.b.converse(w.a.ip(v6), nodePort+1), w.b.converse(w.a.ip(v6), nodePort+2),
+			w.client.converse(w.b.ip(v6), nodePort+2),
 		)
 	})
 	if err != nil {
@@ -218,6 +223,9 @@ func (w *world) checkHost(v6 bool) error {
 		grown.want(-20, bpf.DpPwReasonPW_FWD_TUNNEL, toOverlay, v6),
 		grown.want(-10, bpf.DpPwReasonPW_FWD_HOST, fromPod, v6),
 		grown.want(-10, bpf.DpPwReasonPW_FWD_HOST, fromOverlay, v6),
+		grown.want(-10, bpf.DpPwReasonPW_FWD_LOCAL, bpf.DpPwHookPW_TO_LO, v6),
+		grown.want(-10, bpf.DpPwReasonPW_FWD_TUNNEL, bpf.DpPwHookPW_TO_LO, v6),
+		grown.want(-5, bpf.DpPwReasonPW_FWD_LOCAL, fromNetdev, v6),
 	)
 }
 

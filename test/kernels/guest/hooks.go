@@ -26,6 +26,8 @@ func (w *world) expected() map[tcHook]string {
 	want := map[tcHook]string{}
 	for _, n := range []*node{w.a, w.b} {
 		want[tcHook{n.name, n.wire, false}] = "from_netdev"
+		want[tcHook{n.name, n.wire, true}] = "to_netdev"
+		want[tcHook{n.name, loopback, true}] = "to_lo"
 		want[tcHook{n.name, n.overlay, false}] = "from_overlay"
 		want[tcHook{n.name, n.overlay, true}] = "to_overlay"
 		for _, p := range n.pods {

@@ -37,7 +37,10 @@ var (
 	}
 )
 
-const servicePort = 80
+const (
+	servicePort = 80
+	nodePort    = 30080 // and the number of the service
+)
 
 func (s service) ip(v6 bool) netip.Addr {
 	if v6 {
@@ -73,10 +76,10 @@ func (n *node) know(w *world, other *node) error {
 	}
 	for _, v6 := range []bool{false, true} {
 		put(m.Addrs.Put(maps.ToAddr(n.ip(v6)), maps.Peer{
-			Identity: maps.IdentityHost, Slot: slotNodes, Flags: maps.PeerHost,
+			Identity: maps.IdentityHost, Slot: slotNodes, Flags: maps.PeerHost | maps.PeerNodePort,
 		}))
 		put(m.Addrs.Put(maps.ToAddr(other.ip(v6)), maps.Peer{
-			Identity: maps.IdentityRemoteNode, Slot: slotNodes, Node: other.id, Flags: maps.PeerNode,
+			Identity: maps.IdentityRemoteNode, Slot: slotNodes, Node: other.id, Flags: maps.PeerNode | maps.PeerNodePort,
 		}))
 	}
 	for prefix, peer := range map[netip.Prefix]maps.Peer{
@@ -93,6 +96,8 @@ func (n *node) know(w *world, other *node) error {
 		put(m.Prefixes.Put(key, peer))
 	}
 	put(m.NodeIDs.Put(maps.ToAddr(other.addr), other.id))
+	own := maps.DevAddrs{V4: maps.ToAddr(n.addr), V6: maps.ToAddr(n.addr6)}
+	put(errors.Join(m.DevAddrs.Put(0, own), m.DevAddrs.Put(uint32(n.wire), own)))
 	for _, s := range []service{localService, remoteService} {
 		for _, v6 := range []bool{false, true} {
 			put(n.addService(s, s.backend(w), v6))
@@ -112,7 +117,15 @@ func (n *node) addService(s service, backend *pod, v6 bool) error {
 	}
 	for _, proto := range []uint8{maps.ProtoTCP, maps.ProtoUDP} {
 		key := maps.ServiceKey{Addr: addr, Port: servicePort, Proto: proto}
-		errs = append(errs, m.Services.Put(key, maps.Service{Id: set, Set: set, Count: 1}))
+		svc := maps.Service{Id: set, Set: set, Count: 1, ExtSet: set, ExtCount: 1}
+		errs = append(errs, m.Services.Put(key, svc),
+			m.BackendStates.Put(
+				maps.BackendStateKey{Addr: maps.ToAddr(backend.ip(v6)), Service: set, Port: podPort},
+				maps.BackendIn|maps.BackendExt|maps.BackendServing))
+		// The same as a NodePort.
+		key.Addr, key.Port = maps.ToAddr(zeroOf(s.ip(v6))), nodePort+uint16(s.set)
+		svc.Flags = maps.ServiceExternal
+		errs = append(errs, m.Services.Put(key, svc))
 	}
 	return errors.Join(errs...)
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"path/filepath"
 
 	"github.com/vishvananda/netlink"
@@ -161,8 +162,16 @@ func (n *node) setUp(other *node) error {
 	if err := netlink.LinkSetARPOff(dev); err != nil {
 		return fmt.Errorf("podweir.vxlan: %w", err)
 	}
-	if n.overlay, err = raise("podweir.vxlan"); err != nil {
+	// As the agent does: answers under this node's own addresses arrive by it.
+	if n.overlay, err = raise("podweir.vxlan", netip.MustParsePrefix("169.254.1.1/32")); err != nil {
 		return err
+	}
+	for _, switched := range []string{
+		"ipv4/conf/podweir.vxlan/accept_local", "ipv4/ip_forward", "ipv6/conf/all/forwarding",
+	} {
+		if err := os.WriteFile("/proc/sys/net/"+switched, []byte("1"), 0); err != nil {
+			return fmt.Errorf("switch on: %w", err)
+		}
 	}
 	for _, dst := range []netip.Prefix{other.cidr, other.cidr6, serviceRange, serviceRange6} {
 		r := &netlink.Route{
@@ -305,6 +314,9 @@ func zeroOf(a netip.Addr) netip.Addr {
 	return netip.IPv4Unspecified()
 }
 
+// loopback is the index of lo in every namespace.
+const loopback = 1
+
 // start loads the datapath, over what is pinned already, and attaches it.
 func (n *node) start(ctx context.Context) error {
 	dp, err := loader.Load(ctx, loader.Config{
@@ -316,6 +328,7 @@ func (n *node) start(ctx context.Context) error {
 	n.dp = dp
 	errs := []error{
 		dp.AttachOverlay(ctx, n.overlay, "podweir.vxlan"), dp.AttachNetdev(ctx, n.wire, "eth0"),
+		dp.AttachLoopback(ctx, loopback, "lo"),
 	}
 	for _, p := range n.pods {
 		errs = append(errs, dp.AttachPod(ctx, p.ifindex, p.device))
