@@ -116,8 +116,7 @@ func TestS14Affinity(t *testing.T) {
 	t.Logf("%d clients lost their backend first, all of them then", moved)
 }
 
-// After the time without a connection the choice is free again; what comes
-// within it begins it anew.
+// After the time without a connection the choice is free again.
 func TestS14Timeout(t *testing.T) {
 	w := shared(t)
 	s := service{name: "short", n: 201, ends: "back-a back-b pod-b", change: sticky(1)}
@@ -134,5 +133,29 @@ func TestS14Timeout(t *testing.T) {
 			}
 		}
 		w.Errorf("answered by %s after every pause", was)
+	})
+}
+
+// Each connection begins the time anew.
+func TestS14TimeBeginsAnew(t *testing.T) {
+	w := shared(t)
+	const timeout, pause, rounds = 2 * time.Second, 500 * time.Millisecond, 9
+	s := service{name: "anew", n: 202, ends: "back-a back-b pod-b", change: sticky(int32(timeout / time.Second))}
+	w.put(s)
+	w.each(func(w *world, proto string, v6 bool) {
+		w.Parallel()
+		was := ""
+		for n, last := 0, time.Now(); n < rounds; n++ {
+			server := w.one("pod-a", s, "cluster", proto, v6)
+			// A machine that made us late proves nothing.
+			if late := time.Since(last) > timeout-pause; late || n == 0 {
+				n, was = 0, server
+			}
+			if server != was {
+				w.Fatalf("answered by %s, then by %s", was, server)
+			}
+			last = time.Now()
+			time.Sleep(pause)
+		}
 	})
 }

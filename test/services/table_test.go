@@ -44,6 +44,7 @@ var table = []service{
 			s.Status.LoadBalancer.Ingress[i].IPMode = &mode
 		}
 	}},
+	{name: "node-address", ends: "back-b", change: nodeAddress},
 	{name: "node-port", ends: "back-a back-b", change: func(_ *world, s *corev1.Service) {
 		s.Spec.Type = corev1.ServiceTypeNodePort
 	}},
@@ -53,6 +54,14 @@ var table = []service{
 			s.Spec.Ports[i].NodePort = 0
 		}
 	}},
+}
+
+// S22: an address of a node that is a service's too, on one port.
+func nodeAddress(w *world, s *corev1.Service) {
+	s.Spec.ExternalIPs = nil
+	for _, a := range w.addrs["node-a/second"] {
+		s.Spec.ExternalIPs = append(s.Spec.ExternalIPs, a.String())
+	}
 }
 
 // ranges lets somebody alone in by the load balancer's address.
@@ -186,6 +195,14 @@ var rows = []row{
 	// S13: the address stays the world's.
 	{from: inside, svc: "by-proxy", to: "lb", by: "ext", sees: "node"},
 	{from: everyone, svc: "by-proxy", to: "cluster ext", by: "back-a"},
+
+	// S22: the service has its port of a node's address and no other.
+	{from: "pod-a pod-b out out-b node-b", addr: "node-a/second", port: 80, by: "back-b"},
+	{from: "node-a", addr: "node-a/second", port: 80, by: "back-b", sees: "node-a node-a/second"},
+	{from: "pod-a out node-b", addr: "node-a/second", port: 8080, by: "node-a"},
+	{from: "out", addr: "node-a", port: 80, proto: "tcp", refused: true},
+	// S26: NodePorts are not on the loopback addresses.
+	{from: "node-a", addr: "loopback", port: 30101, refused: true},
 
 	// S8: what no service serves.
 	{from: "pod-a", vip: "nobody", why: "drop_no_service", at: "node-a from_pod"},

@@ -158,6 +158,7 @@ func bringUp(t *testing.T, life context.Context, c *cluster.Cluster) *world {
 			w.know(n.NodeName+suffix, a[0].Addr().String(), a[1].Addr().String())
 		}
 	}
+	w.know("loopback", "127.0.0.1", "::1")
 	w.know("ext", "172.31.0.1", "fd00:172:31::1")
 	w.must(w.Manifests.Put(pods...))
 	// The kernel sends under an address that is not deprecated: the first.
