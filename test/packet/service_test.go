@@ -122,6 +122,23 @@ func TestHostServiceOnAnotherHost(t *testing.T) {
 	})
 }
 
+// A host process's call to a load balancer's address, which the stack would
+// send to that address's own next hop, goes to the backend's.
+func TestHostServiceBeyondTheWire(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		w.backends(setFree, ap(w.f.nodeB, 1001))
+		w.service(w.f.world, 7001, maps.ProtoUDP, maps.Service{Id: 40, Set: setFree, Count: 1})
+		fr := udp(ap(w.f.nodeA, 1), ap(w.f.world, 7001))
+		for _, what := range [][]reason{{miss, created}, {hitNew}} {
+			r := w.run(w.at(toNetdev, fr.bytes(t))).is(fwdWire, what...).leaves(fr.src, ap(w.f.nodeB, 1001))
+			if r.action != actRedirect {
+				t.Errorf("action %d: it keeps the next hop that the stack gave it", int32(r.action))
+			}
+		}
+		w.wire(udp(ap(w.f.nodeB, 1001), fr.src)).is(fwdHost, hitNew).leaves(fr.dst, fr.src)
+	})
+}
+
 // TCP, UDP and SCTP on one address and port are three services.
 func TestProtocolsAreApart(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {

@@ -65,6 +65,7 @@ type StreamReport struct {
 	LastReply   time.Duration `json:"last_reply_ns"` // time since
 	MaxGap      time.Duration `json:"max_gap_ns"`    // longest time between two replies
 	Servers     []string      `json:"servers"`
+	Server      string        `json:"server"` // who gave the last answer
 	Local       string        `json:"local"`
 	Remote      string        `json:"remote"`
 	Error       string        `json:"error,omitempty"`
@@ -88,4 +89,26 @@ type PingReport struct {
 	Received int    `json:"received"`
 	From     string `json:"from,omitempty"` // source of the last reply
 	ICMP     string `json:"icmp,omitempty"` // the last ICMP error, if any
+}
+
+// Call is one line that "pw-client calls" reads: some exchanges to make, or
+// one that was asked for and is to be given up.
+type Call struct {
+	ID          int           `json:"id"`
+	Cancel      bool          `json:"cancel,omitempty"`
+	Proto       string        `json:"proto"`
+	Target      string        `json:"target"`
+	Source      string        `json:"source,omitempty"` // address, default the kernel's choice
+	SPort       int           `json:"sport,omitempty"`
+	Unconnected bool          `json:"unconnected,omitempty"` // UDP by a socket that is not connected
+	Count       int           `json:"count,omitempty"`       // default 1; silence ends the call
+	Servers     int           `json:"servers,omitempty"`     // go on until so many have answered,
+	Most        int           `json:"most,omitempty"`        // at most for so many exchanges
+	Timeout     time.Duration `json:"timeout"`
+}
+
+// CallResult is what "pw-client calls" prints when a call is over.
+type CallResult struct {
+	ID       int       `json:"id"`
+	Attempts []Attempt `json:"attempts"`
 }

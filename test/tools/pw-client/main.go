@@ -6,6 +6,7 @@
 //	pw-client stream [flags] ADDR:PORT   one long flow with sequence numbers
 //	pw-client bulk   [flags] ADDR:PORT   one large TCP transfer
 //	pw-client ping   [flags] ADDR        ICMP echo
+//	pw-client calls                      whatever standard input asks for
 package main
 
 import (
@@ -44,10 +45,10 @@ func main() {
 
 func run(ctx context.Context, args []string) int {
 	modes := map[string]func(context.Context, *flag.FlagSet, *options, []string) (bool, error){
-		"send": send, "stream": stream, "bulk": bulk, "ping": ping,
+		"send": send, "stream": stream, "bulk": bulk, "ping": ping, "calls": calls,
 	}
 	if len(args) == 0 || modes[args[0]] == nil {
-		fmt.Fprintln(os.Stderr, "usage: pw-client send|stream|bulk|ping [flags] TARGET")
+		fmt.Fprintln(os.Stderr, "usage: pw-client send|stream|bulk|ping|calls [flags] TARGET")
 		return 2
 	}
 	var o options

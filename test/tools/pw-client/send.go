@@ -21,12 +21,31 @@ func send(ctx context.Context, fs *flag.FlagSet, o *options, args []string) (boo
 	count := fs.Int("count", 1, "number of connections")
 	parallel := fs.Int("parallel", 1, "connections at a time")
 	data := fs.String("data", "hello", "what to send")
+	every := fs.Duration("every", 0, "begin one this often, however many are open (-parallel does not count); at a signal: no more")
 	if err := o.parse(fs, args); err != nil {
 		return false, err
 	}
 	sum := probe.Summary{Failed: map[string]int{}, Servers: map[string]int{}, Peers: map[string]int{}}
 	var mu sync.Mutex
 	var wg sync.WaitGroup
+	if *every > 0 {
+		t := time.NewTicker(*every)
+		defer t.Stop()
+		for n := 0; n < *count && ctx.Err() == nil; n++ {
+			wg.Go(func() {
+				a := o.exchange(context.WithoutCancel(ctx), *data)
+				mu.Lock()
+				defer mu.Unlock()
+				add(&sum, a)
+			})
+			select {
+			case <-t.C:
+			case <-ctx.Done():
+			}
+		}
+		wg.Wait()
+		return sum.OK == sum.Attempts && sum.Attempts > 0, print(sum)
+	}
 	work := make(chan struct{})
 	for range max(*parallel, 1) {
 		wg.Go(func() {
@@ -80,10 +99,14 @@ func (o *options) exchange(ctx context.Context, data string) probe.Attempt {
 			return err
 		}
 		defer c.Close()
-		a.Local, a.Remote = c.LocalAddr().String(), c.RemoteAddr().String()
+		a.Local = c.LocalAddr().String()
+		if a.Remote, err = peerName(c); err != nil {
+			return err
+		}
 		if err := c.SetDeadline(time.Now().Add(o.timeout)); err != nil {
 			return err
 		}
+		defer context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Now()) })()
 		if o.proto == "tcp" {
 			data += "\n"
 		}

@@ -183,6 +183,7 @@ func (s *streamer) got(seq uint64, server string) bool {
 	}
 	s.high = max(s.high, seq+1)
 	s.rep.Received++
+	s.rep.Server = server
 	if !slices.Contains(s.rep.Servers, server) {
 		s.rep.Servers = append(s.rep.Servers, server)
 	}
