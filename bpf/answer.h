@@ -53,25 +53,6 @@ static __always_inline int pw_answerable(const struct __sk_buff *skb, const stru
 	       !pw_addr_is_multicast(&p->key.dst) && !pw_addr_is_bad_source(&p->key.src);
 }
 
-/* How long the packet says that it is, IP header included. */
-static __always_inline __u32 pw_packet_len(struct __sk_buff *skb, const struct pw_pkt *p)
-{
-	__u32 have = skb->len - ETH_HLEN, len;
-	__be16 field;
-
-	if (bpf_skb_load_bytes(skb,
-			       ETH_HLEN + (p->v6 ? offsetof(struct ipv6hdr, payload_len)
-						 : offsetof(struct iphdr, tot_len)),
-			       &field, sizeof(field)))
-		return 0;
-	len = bpf_ntohs(field);
-	if (!len) /* BIG TCP */
-		return have;
-	if (p->v6)
-		len += sizeof(struct ipv6hdr);
-	return len < have ? len : have;
-}
-
 /*
  * The checksum of the answer's transport part. A v4-mapped address adds what
  * its last word adds: 0xffff is zero here.

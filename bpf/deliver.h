@@ -145,28 +145,23 @@ static __always_inline int pw_to_wire(struct __sk_buff *skb, struct pw_pkt *p,
 	/* The verifier wants the context read by itself, not through a pointer. */
 	asm volatile("" : "+r"(here));
 	pw_count(PW_FWD_WIRE, p->hook, p->v6, skb->len);
-	/*
-	 * Of an answer the stack has chosen the same way, and has the
-	 * neighbour's address. What goes to a service it has given to the next
-	 * hop of the service's address, not of the backend's.
-	 */
-	if (p->hook == PW_TO_NETDEV && f->flags & PW_F_REPLY && f->to.id == here)
+	/* The stack chose the same way, and has its neighbour's address. */
+	if (p->hook == PW_TO_NETDEV && f->to.id == here && pw_addr_eq(&p->key.dst, &f->dst))
 		return PW_NEXT;
 	return pw_send(skb, f->to.id, &f->nexthop);
 }
 
 /*
- * Up to the stack. A pod's device has no address, and there the kernel's
- * reverse-path filter wants a source's route to lead back by the device
- * itself. A service's does not: such answers, and what the host sends to
- * itself through a service, enter by the tunnel's device, which the service
- * range is routed to. From the wire likewise; there, the kernel would not
- * take an answer from a NodePort on an address of its own at all.
+ * Up to the stack. The kernel's reverse-path filter wants a source's route to
+ * lead back by the device that it came in by, and none of its own addresses
+ * for a source. A service's address is not there, and may be one of the
+ * node's: such answers, and what the host sends to itself through a service,
+ * enter by the tunnel's device, which the service range is routed to.
  */
 static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
 				      const struct pw_flow *f)
 {
-	int answer = (p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV) && f->flags & PW_F_REPLY;
+	int answer = p->hook != PW_FROM_OVERLAY && f->flags & PW_F_REPLY;
 
 	/* What the host sends itself stays where it is. */
 	if (p->hook == PW_TO_LO) {
@@ -188,8 +183,7 @@ static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
 
 enum pw_act_mode {
 	PW_ACT_KNOWN, /* a packet of a flow in the table */
-	PW_ACT_FIRST, /* one that has just been decided */
-	PW_ACT_ERROR, /* an ICMP error: a flow's way, not its translation */
+	PW_ACT_FIRST, /* one that has just been decided, or an ICMP error */
 	PW_ACT_DECAP, /* as KNOWN, out of a tunnel header we took off */
 };
 
@@ -197,13 +191,12 @@ enum pw_act_mode {
 static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f,
 				  enum pw_act_mode mode)
 {
-	int rewrite = mode != PW_ACT_ERROR;
 	int dec = pw_is_ingress(p) && f->to.kind != PW_PLACE_HOST;
 	int err;
 
 	if (dec && p->ttl <= 1)
 		return pw_drop(skb, p, PW_DROP_TTL);
-	if (dec || (rewrite && f->flags & PW_F_XLATE)) {
+	if (dec || f->flags & PW_F_XLATE) {
 		err = pw_rewrite(skb, p, f, dec);
 		if (err)
 			return pw_drop(skb, p, err);

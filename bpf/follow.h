@@ -135,14 +135,19 @@ static __always_inline int pw_follow_error(struct __sk_buff *skb, struct pw_pkt 
 		return pw_pass(skb, p);
 	if (err)
 		return pw_drop(skb, p, err);
-	return pw_act(skb, p, &s->fwd, PW_ACT_ERROR);
+	return pw_act(skb, p, &s->fwd, PW_ACT_FIRST);
 }
 
 /* Is a packet of the host's own for us, on a device that is not ours? */
-static __always_inline int pw_host_follows(const struct pw_pkt *p)
+static __always_inline int pw_host_follows(struct __sk_buff *skb, struct pw_pkt *p)
 {
-	struct pw_flow *f = pw_flow_find(&p->key);
+	struct pw_flow *f;
 
+	if (p->kind == PW_KIND_ICMP_ERROR)
+		return pw_error_is_ours(skb, p);
+	if (p->kind != PW_KIND_FLOW)
+		return 0;
+	f = pw_flow_find(&p->key);
 	if (f && f->from.kind == PW_PLACE_HOST)
 		return 1;
 	return pw_service_find(&p->key.dst, p->key.dport, p->key.proto, 0) != NULL;

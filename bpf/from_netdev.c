@@ -14,11 +14,16 @@ static __always_inline int pw_is_vxlan(const struct pw_pkt *p)
 	return p->key.proto == IPPROTO_UDP && p->key.dport == cfg_vxlan_port;
 }
 
-/* A service's address, or the answer to a packet that left translated. */
-static __always_inline int pw_is_ours(struct pw_pkt *p)
+/* A service's address, or the answer to, or an error about, what left translated. */
+static __always_inline int pw_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
 {
 	struct pw_flow *f;
 
+	if (p->kind == PW_KIND_ICMP_ERROR) {
+		/* A node may be the other end, or on the way. */
+		p->service = pw_error_is_ours(skb, p);
+		return p->service;
+	}
 	if (p->kind != PW_KIND_FLOW)
 		return 0;
 	f = pw_flow_find(&p->key);
@@ -55,7 +60,7 @@ int from_netdev(struct __sk_buff *skb)
 	/* Every map would take it for IPv4, and so may whatever comes after. */
 	if (err == PW_DROP_V4_MAPPED)
 		return pw_drop(skb, &p, err);
-	if (!bpf_map_lookup_elem(&pw_endpoints, &p.key.dst) && (err || !pw_is_ours(&p)))
+	if (!bpf_map_lookup_elem(&pw_endpoints, &p.key.dst) && (err || !pw_is_ours(skb, &p)))
 		return pw_pass(skb, &p);
 	if (err)
 		return pw_drop(skb, &p, err);

@@ -2,13 +2,15 @@
 /*
  * ICMP errors belong to the flow of the packet they carry (RFC 792, RFC
  * 4443 3): they pass where that flow passes, whatever the policies say of
- * ICMP, and nothing else does.
+ * ICMP, and nothing else does. What they quote of a translated flow is
+ * translated back, so that it is the packet that its sender knows.
  */
 #ifndef PW_ICMP_H
 #define PW_ICMP_H
 
 #include "decide.h"
 #include "flow.h"
+#include "nat.h"
 
 /* The embedded packet's tuple, turned round: the direction the error takes. */
 __noinline int pw_embedded(struct __sk_buff *skb, __u32 off, __u32 v6, struct pw_flow_key *k)
@@ -55,15 +57,159 @@ __noinline int pw_embedded(struct __sk_buff *skb, __u32 off, __u32 v6, struct pw
 		/* Turned round: the request's identifier is the reply's dport. */
 		if (icmp[0] == (v6 ? PW_ICMP6_ECHO : PW_ICMP_ECHO))
 			k->dport = (icmp[4] << 8) | icmp[5];
-		else
+		else if (icmp[0] == (v6 ? PW_ICMP6_ECHO_REPLY : PW_ICMP_ECHO_REPLY))
 			k->sport = (icmp[4] << 8) | icmp[5];
 	}
 	return 0;
 }
 
 /*
- * Finds the flow an error is about and leaves its action, without
- * translation, in s->fwd. Returns 0 or a reason.
+ * At a device that is the host's as well: is the error about a packet that we
+ * have translated, or that the host sent or received by our doing? The rest
+ * is the stack's.
+ */
+__noinline int pw_error_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_flow *f;
+
+	if (!p || !s)
+		return 0;
+	if (pw_embedded(skb, p->l4 + sizeof(struct pw_icmphdr), p->v6, &s->embedded) ||
+	    !pw_addr_eq(&s->embedded.dst, &p->key.dst))
+		return 0;
+	f = pw_flow_find(&s->embedded);
+	if (!f)
+		return 0;
+	if (p->from.kind == PW_PLACE_HOST)
+		return f->from.kind == PW_PLACE_HOST;
+	return (f->flags & PW_F_XLATE) != 0;
+}
+
+/* What a 16-bit field's change adds to a sum. */
+static __always_inline __u32 pw_field_diff(__be16 from, __be16 to)
+{
+	return (__u16)~from + to;
+}
+
+/*
+ * The quote's ports or identifier, and its checksum if the quote goes that
+ * far. *sum is what the whole quote's change adds up to; diff that of its
+ * addresses, which most checksums cover. SCTP's CRC is over more than what
+ * is quoted, and nobody can check it.
+ */
+static __always_inline int pw_quote_l4(struct __sk_buff *skb, const struct pw_pkt *p,
+				       const struct pw_scratch *s, __u32 l4, __u32 diff, __u64 *sum)
+{
+	const struct pw_flow_key *k = &s->embedded;
+	const struct pw_flow *f = &s->fwd;
+	__u32 end = ETH_HLEN + pw_packet_len(skb, p), at;
+	int udp = k->proto == IPPROTO_UDP;
+	__u64 change = 0;
+	__be16 to[2], check, now;
+
+	if (pw_has_ports(k->proto)) {
+		at = l4 + (udp ? offsetof(struct udphdr, check) : offsetof(struct tcphdr, check));
+		to[0] = bpf_htons(f->dport);
+		to[1] = bpf_htons(f->sport);
+		change = pw_field_diff(bpf_htons(k->dport), to[0]) +
+			 pw_field_diff(bpf_htons(k->sport), to[1]);
+		if (bpf_skb_store_bytes(skb, l4, to, sizeof(to), 0))
+			return PW_DROP_HELPER;
+	} else if (k->proto == IPPROTO_ICMP || k->proto == IPPROTO_ICMPV6) {
+		at = l4 + offsetof(struct pw_icmphdr, check);
+		to[0] = bpf_htons(k->dport ? f->dport : f->sport);
+		if (k->dport | k->sport) {
+			change = pw_field_diff(bpf_htons(k->dport ?: k->sport), to[0]);
+			if (bpf_skb_store_bytes(skb, l4 + offsetof(struct pw_icmphdr, id), to,
+						sizeof(to[0]), 0))
+				return PW_DROP_HELPER;
+		}
+	} else {
+		return 0;
+	}
+	*sum += change;
+	if (k->proto == PW_PROTO_SCTP || at + sizeof(check) > end ||
+	    bpf_skb_load_bytes(skb, at, &check, sizeof(check)) || (udp && !check))
+		return 0;
+	if (k->proto != IPPROTO_ICMP)
+		change += diff;
+	now = ~pw_fold((__u16)~check + change);
+	if (udp && !now)
+		now = 0xffff;
+	*sum += pw_field_diff(check, now);
+	return bpf_skb_store_bytes(skb, at, &now, sizeof(now), 0) ? PW_DROP_HELPER : 0;
+}
+
+/*
+ * Writes into the quote what its sender sent, or its receiver would have
+ * seen: the packet of the other direction, before s->fwd's translation. Every
+ * checksum, the error's too, is brought up to date by difference.
+ */
+__noinline int pw_write_quote(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	__u32 off, diff, l4;
+	__be16 check, now;
+	__be32 v4[2];
+	__u64 sum;
+	__u8 first;
+	int err;
+
+	if (!p || !s)
+		return PW_DROP_HELPER;
+	off = p->l4 + sizeof(struct pw_icmphdr);
+	diff = pw_fold(pw_addr_diff(&s->embedded.dst, &s->fwd.dst) +
+		       pw_addr_diff(&s->embedded.src, &s->fwd.src));
+	sum = diff;
+	if (p->v6) {
+		l4 = off + sizeof(struct ipv6hdr);
+		if (bpf_skb_store_bytes(skb, off + offsetof(struct ipv6hdr, saddr), s->fwd.dst.b,
+					16, 0) ||
+		    bpf_skb_store_bytes(skb, off + offsetof(struct ipv6hdr, daddr), s->fwd.src.b,
+					16, 0))
+			return PW_DROP_HELPER;
+	} else {
+		v4[0] = pw_addr_word(&s->fwd.dst, 3);
+		v4[1] = pw_addr_word(&s->fwd.src, 3);
+		if (bpf_skb_load_bytes(skb, off, &first, sizeof(first)) ||
+		    bpf_skb_load_bytes(skb, off + offsetof(struct iphdr, check), &check,
+				       sizeof(check)))
+			return PW_DROP_HELPER;
+		l4 = off + (first & 0xf) * 4;
+		now = ~pw_fold((__u64)(__u16)~check + diff);
+		sum += pw_field_diff(check, now);
+		if (bpf_skb_store_bytes(skb, off + offsetof(struct iphdr, check), &now, sizeof(now),
+					0) ||
+		    bpf_skb_store_bytes(skb, off + offsetof(struct iphdr, saddr), v4, sizeof(v4),
+					0))
+			return PW_DROP_HELPER;
+	}
+	err = pw_quote_l4(skb, p, s, l4, diff, &sum);
+	if (err)
+		return err;
+	/* A CHECKSUM_COMPLETE stays as it is: quote and checksum cancel. */
+	return bpf_l4_csum_replace(skb, p->l4 + offsetof(struct pw_icmphdr, check), 0, pw_fold(sum),
+				   0)
+		       ? PW_DROP_HELPER
+		       : 0;
+}
+
+/*
+ * Who says it? The flow's own end, under the address that it has there. A
+ * router on the way keeps its name towards a pod of this node; elsewhere
+ * nobody would take it, and it speaks for the end that it hides.
+ */
+static __always_inline void pw_error_source(const struct pw_pkt *p, struct pw_scratch *s)
+{
+	if (pw_addr_eq(&s->fwd.src, &s->embedded.src) ||
+	    (s->fwd.to.kind == PW_PLACE_POD && !pw_addr_eq(&p->key.src, &s->embedded.src)))
+		s->fwd.src = p->key.src;
+}
+
+/*
+ * Finds the flow an error is about, translates the quote, and leaves in s->fwd
+ * what is to be done with the error itself. Returns 0 or a reason.
  */
 __noinline int pw_icmp_error(struct __sk_buff *skb, struct pw_pkt *p)
 {
@@ -91,17 +237,24 @@ __noinline int pw_icmp_error(struct __sk_buff *skb, struct pw_pkt *p)
 	f = pw_flow_find(&s->embedded);
 	if (!f || pw_flow_expired(&s->embedded, f, PW_SCRATCH_PACKET))
 		return PW_DROP_ICMP_UNRELATED;
-	/* Decided from what has changed: the flow's next packet tells anew. */
-	if (!pw_fresh(f))
+	s->fwd = *f;
+	/* Recycled meanwhile, or decided from what has changed since: the
+	 * flow's next packet tells anew. */
+	if (s->fwd.key_hash != pw_key_hash(&s->embedded) || !pw_fresh(&s->fwd))
 		return PW_DROP_ICMP_UNRELATED;
 	/* Only from where the flow's own packets come, or from this node. */
-	if (p->from.kind != PW_PLACE_HOST && !pw_same_place(&f->from, &p->from))
+	if (p->from.kind != PW_PLACE_HOST && !pw_same_place(&s->fwd.from, &p->from))
 		return PW_DROP_ICMP_UNRELATED;
-	if (f->verdict != PW_VERDICT_ALLOW)
-		return f->reason;
-	if (f->flags & PW_F_XLATE)
-		return PW_DROP_ICMP_TRANSLATED;
-	s->fwd = *f;
+	if (s->fwd.verdict != PW_VERDICT_ALLOW)
+		return s->fwd.reason ?: PW_DROP_HELPER;
+	if (!(s->fwd.flags & PW_F_XLATE))
+		return 0;
+	err = pw_write_quote(skb, p);
+	if (err)
+		return err;
+	pw_error_source(p, s);
+	/* The error itself has neither ports nor an identifier. */
+	s->fwd.sport = s->fwd.dport = 0;
 	return 0;
 }
 

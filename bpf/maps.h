@@ -109,6 +109,18 @@ struct {
 	__uint(pinning, LIBBPF_PIN_BY_NAME);
 } pw_dev_addrs SEC(".maps");
 
+/*
+ * Written by the programs alone. Full: getpeername() of the oldest socket
+ * tells its backend.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 65536);
+	__type(key, __u64);
+	__type(value, struct pw_sock_asked);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_sock_rev SEC(".maps");
+
 /* Pod addresses of this node. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);

@@ -5,11 +5,17 @@
 
 #include "maps.h"
 
-static __always_inline void pw_count(__u32 reason, __u32 hook, __u32 v6, __u32 bytes)
+static __always_inline struct pw_counter *pw_counter_of(__u32 reason, __u32 hook, __u32 v6)
 {
 	__u32 i = ((reason & (PW_REASON_MAX - 1)) * PW_HOOK_MAX + (hook & (PW_HOOK_MAX - 1))) * 2 +
 		  (v6 & 1);
-	struct pw_counter *c = bpf_map_lookup_elem(&pw_metrics, &i);
+
+	return bpf_map_lookup_elem(&pw_metrics, &i);
+}
+
+static __always_inline void pw_count(__u32 reason, __u32 hook, __u32 v6, __u32 bytes)
+{
+	struct pw_counter *c = pw_counter_of(reason, hook, v6);
 
 	if (!c)
 		return;

@@ -73,7 +73,7 @@ struct pw_pkt {
 	__u16 l4;        /* offset of the transport header */
 	__u16 headers;   /* length of IP and transport headers */
 	__u8 ecn;        /* the two ECN bits (RFC 3168) */
-	__u8 service;    /* from outside to a service's address */
+	__u8 service;    /* from outside to a service's address, or about a call of ours */
 	__u8 kind;       /* enum pw_kind */
 	__u8 v6;
 	__u8 ttl;        /* TTL or hop limit as it arrived */
@@ -441,6 +441,25 @@ static __always_inline int pw_parse_from_stack(struct __sk_buff *skb, struct pw_
 	p->from.kind = skb->ingress_ifindex ? PW_PLACE_WIRE : PW_PLACE_HOST;
 	p->from.id = skb->ingress_ifindex;
 	return err;
+}
+
+/* How long the packet says that it is, IP header included. */
+static __always_inline __u32 pw_packet_len(struct __sk_buff *skb, const struct pw_pkt *p)
+{
+	__u32 have = skb->len - ETH_HLEN, len;
+	__be16 field;
+
+	if (bpf_skb_load_bytes(skb,
+			       ETH_HLEN + (p->v6 ? offsetof(struct ipv6hdr, payload_len)
+						 : offsetof(struct iphdr, tot_len)),
+			       &field, sizeof(field)))
+		return 0;
+	len = bpf_ntohs(field);
+	if (!len) /* BIG TCP */
+		return have;
+	if (p->v6)
+		len += sizeof(struct ipv6hdr);
+	return len < have ? len : have;
 }
 
 #endif

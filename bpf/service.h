@@ -80,21 +80,21 @@ static __always_inline int pw_in_ranges(__u32 service, const struct pw_addr *cli
  * balancer sends the rest of a flow makes no difference. The node's address
  * and the service's id, which differ from node to node, have no part in it.
  */
-static __always_inline __u32 pw_client_hash(const struct pw_pkt *p, int sticky)
+static __always_inline __u32 pw_client_hash(const struct pw_flow_key *call, int sticky)
 {
-	__u64 h = ((__u64)(sticky ? 0 : p->key.sport) << 32) | ((__u32)p->key.dport << 8) |
-		  p->key.proto;
+	__u64 h =
+		((__u64)(sticky ? 0 : call->sport) << 32) | ((__u32)call->dport << 8) | call->proto;
 	int i;
 
 #pragma unroll
 	for (i = 0; i < 4; i++)
-		h = (h ^ pw_addr_word(&p->key.src, i)) * 0x9e3779b97f4a7c15ULL;
+		h = (h ^ pw_addr_word(&call->src, i)) * 0x9e3779b97f4a7c15ULL;
 	return h >> 32;
 }
 
 /* A slot of the set, or -1 when its table was replaced meanwhile. */
-static __always_inline __s64 pw_pick_slot(const struct pw_pkt *p, const struct pw_service *svc,
-					  int ext)
+static __always_inline __s64 pw_pick_slot(const struct pw_flow_key *call,
+					  const struct pw_service *svc, int ext)
 {
 	__u32 count = ext ? svc->ext_count : svc->count, i;
 	struct pw_maglev_slots *part;
@@ -103,7 +103,7 @@ static __always_inline __s64 pw_pick_slot(const struct pw_pkt *p, const struct p
 	/* The high half of the product: even to within 1/2^32. */
 	if (!ext || !svc->maglev)
 		return ((__u64)bpf_get_prandom_u32() * count) >> 32;
-	i = pw_client_hash(p, svc->affinity != 0) % svc->maglev;
+	i = pw_client_hash(call, svc->affinity != 0) % svc->maglev;
 	k.set = svc->ext_set;
 	k.chunk = i / PW_MAGLEV_CHUNK;
 	part = bpf_map_lookup_elem(&pw_maglev, &k);
@@ -114,38 +114,42 @@ static __always_inline __s64 pw_pick_slot(const struct pw_pkt *p, const struct p
 
 /* The backend a client has had, if it may have it again. */
 static __always_inline int pw_affine(const struct pw_affinity_key *k, const struct pw_service *svc,
-				     int ext, struct pw_flow *fwd)
+				     int ext, struct pw_addr *addr, __u16 *port)
 {
 	struct pw_affinity_entry *e = bpf_map_lookup_elem(&pw_affinity, k);
 	__u64 now = pw_now();
 
 	if (!e || e->last_used + svc->affinity * PW_SEC <= now)
 		return 0;
-	fwd->dst = e->addr;
-	fwd->dport = e->port;
-	if (!(pw_backend_state(&fwd->dst, fwd->dport, svc->id) & (ext ? PW_BE_EXT : PW_BE_IN)))
+	*addr = e->addr;
+	*port = e->port;
+	if (!(pw_backend_state(addr, *port, svc->id) & (ext ? PW_BE_EXT : PW_BE_IN)))
 		return 0;
 	e->last_used = now;
 	return 1;
 }
 
 static __always_inline void pw_affine_set(const struct pw_affinity_key *k,
-					  const struct pw_flow *fwd)
+					  const struct pw_addr *addr, __u16 port)
 {
 	struct pw_affinity_entry e = {
-		.addr = fwd->dst,
+		.addr = *addr,
 		.last_used = pw_now(),
-		.port = fwd->dport,
+		.port = port,
 	};
 
 	bpf_map_update_elem(&pw_affinity, k, &e, BPF_ANY);
 }
 
-/* A backend of the service into s->fwd. 0, a reason, or -1: look again. */
-static __always_inline int pw_service_pick(const struct pw_pkt *p, struct pw_scratch *s,
-					   const struct pw_service *svc, int ext)
+/*
+ * A backend of the service for a call into addr and port. 0, a reason, or -1:
+ * look again. Also of the programs at sockets, which have no scratch.
+ */
+static __always_inline int pw_service_pick(const struct pw_flow_key *call,
+					   const struct pw_service *svc, int ext,
+					   struct pw_addr *addr, __u16 *port)
 {
-	struct pw_affinity_key client = { .client = p->key.src, .service = svc->id };
+	struct pw_affinity_key client = { .client = call->src, .service = svc->id };
 	struct pw_backend_key k;
 	struct pw_backend *be;
 	__s64 slot;
@@ -155,9 +159,9 @@ static __always_inline int pw_service_pick(const struct pw_pkt *p, struct pw_scr
 			return ext ? PW_DROP_NO_LOCAL_EXTERNAL : PW_DROP_NO_LOCAL_INTERNAL;
 		return PW_DROP_NO_BACKEND;
 	}
-	if (svc->affinity && pw_affine(&client, svc, ext, &s->fwd))
+	if (svc->affinity && pw_affine(&client, svc, ext, addr, port))
 		return 0;
-	slot = pw_pick_slot(p, svc, ext);
+	slot = pw_pick_slot(call, svc, ext);
 	if (slot < 0)
 		return -1;
 	k.set = ext ? svc->ext_set : svc->set;
@@ -165,10 +169,10 @@ static __always_inline int pw_service_pick(const struct pw_pkt *p, struct pw_scr
 	be = bpf_map_lookup_elem(&pw_backends, &k);
 	if (!be)
 		return -1;
-	s->fwd.dst = be->addr;
-	s->fwd.dport = be->port;
+	*addr = be->addr;
+	*port = be->port;
 	if (svc->affinity)
-		pw_affine_set(&client, &s->fwd);
+		pw_affine_set(&client, addr, *port);
 	return 0;
 }
 
@@ -199,7 +203,7 @@ __noinline int pw_select(const struct pw_pkt *p)
 			break;
 		if (svc->flags & PW_SVC_SOURCE_RANGES && !pw_in_ranges(svc->id, &p->key.src))
 			return PW_DROP_SOURCE_RANGE;
-		err = pw_service_pick(p, s, svc, ext);
+		err = pw_service_pick(&p->key, svc, ext, &s->fwd.dst, &s->fwd.dport);
 		if (err > 0)
 			return err;
 		if (!err) {

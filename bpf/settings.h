@@ -44,6 +44,12 @@ const volatile __u8 cfg_snat = 0;
  */
 const volatile __u32 cfg_errors_per_sec = 1000;
 
+/*
+ * Whose sockets are translated at connect(): the network namespace of this
+ * node. 0 = nobody's.
+ */
+const volatile __u64 cfg_netns_cookie = 0;
+
 /* How long an idle flow is kept, in nanoseconds. */
 const volatile __u64 cfg_tcp_new = 60 * PW_SEC;
 const volatile __u64 cfg_tcp_established = 86400 * PW_SEC;

@@ -15,9 +15,9 @@ int to_lo(struct __sk_buff *skb)
 		return PW_NEXT;
 	err = pw_parse_from_stack(skb, &p);
 	/* Most of it by far, and never a service. */
-	if (err || p.kind != PW_KIND_FLOW || pw_addr_is_loopback(&p.key.dst))
+	if (err || pw_addr_is_loopback(&p.key.dst))
 		return pw_pass(skb, &p);
-	if (!pw_host_follows(&p))
+	if (!pw_host_follows(skb, &p))
 		return pw_pass(skb, &p);
 	return pw_follow(skb, &p);
 }

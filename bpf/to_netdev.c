@@ -2,7 +2,8 @@
 /*
  * tc egress of the node's devices: what the host itself sends to a service
  * beyond the cluster's range, and the answers of backends on the host's
- * network to clients that came by a service. All else is left alone.
+ * network, or its errors, to clients that came by a service. All else is left
+ * alone.
  */
 #include "follow.h"
 
@@ -15,12 +16,12 @@ int to_netdev(struct __sk_buff *skb)
 	if (pw_take_mark(skb) || skb->ingress_ifindex)
 		return PW_NEXT;
 	err = pw_parse_from_stack(skb, &p);
-	if (err || p.kind != PW_KIND_FLOW)
+	if (err)
 		return pw_pass(skb, &p);
 	/* The tunnel's own packets. */
 	if (p.key.proto == IPPROTO_UDP && p.key.dport == cfg_vxlan_port)
 		return pw_pass(skb, &p);
-	if (!pw_host_follows(&p))
+	if (!pw_host_follows(skb, &p))
 		return pw_pass(skb, &p);
 	return pw_follow(skb, &p);
 }

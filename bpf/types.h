@@ -55,6 +55,7 @@ enum pw_reason {
 	PW_REFUSED = 21,         /* a drop that was answered: RST or port unreachable */
 	PW_TOO_BIG_SENT = 22,    /* a drop that was answered with the path's MTU */
 	PW_MSS_CLAMPED = 23,     /* a SYN's MSS lowered to what the tunnel carries */
+	PW_SOCK_TRANSLATED = 24, /* connect() to a service went to a backend directly */
 
 	/* Drops. */
 	PW_DROP_MALFORMED = 32,      /* truncated or inconsistent headers */
@@ -79,7 +80,7 @@ enum pw_reason {
 	PW_DROP_FLOW_COLLISION = 51, /* reply tuple owned by another live flow */
 	PW_DROP_FLOW_INSERT = 52,    /* no room for a new flow */
 	PW_DROP_TTL = 53,            /* time to live or hop limit used up */
-	PW_DROP_ICMP_TRANSLATED = 54, /* ICMP error about a translated flow */
+	/* 54 is free: it was ICMP errors about translated flows, which pass now. */
 	PW_DROP_ICMP_UNRELATED = 55, /* ICMP error that matches no flow */
 	PW_DROP_MULTICAST = 56,      /* multicast or broadcast from or to a pod */
 	PW_DROP_HELPER = 57,         /* a kernel helper refused: should not happen */
@@ -334,6 +335,17 @@ struct pw_affinity_entry {
 	__u8 pad[6];
 };
 PW_ASSERT_SIZE(struct pw_affinity_entry, 32);
+
+/*
+ * What a translated socket had asked for; the key is its cookie, a number
+ * that the kernel gives to no other.
+ */
+struct pw_sock_asked {
+	struct pw_addr addr;
+	__u16 port;
+	__u8 pad[6];
+};
+PW_ASSERT_SIZE(struct pw_sock_asked, 24);
 
 /* loadBalancerSourceRanges: present = allowed. */
 struct pw_src_range_key {

@@ -83,6 +83,7 @@ When it stops, programs and maps stay in place and traffic goes on;
 	fs.BoolVar(&f.masquerade, "masquerade", true, "pods reach what is no pod under this node's address")
 	fs.StringVar(&f.externalSource, "external-source", "keep", "keep or snat: whether backends see the address of clients outside the cluster or this node's")
 	fs.Uint32Var(&f.MaglevSize, "maglev-table-size", 0, "entries of the tables that choose backends for clients outside, a prime, the same on all nodes (0: by the number of backends)")
+	fs.StringVar(&f.Cgroup, "cgroup", "", "folder of the cgroup (v2) whose processes get their services at connect(), or none (default: where cgroup2 is mounted, all processes)")
 	fs.Uint32Var(&f.Mark, "mark", agent.DefaultMark, "packet mark bit for our own use; one bit that nobody else has")
 	pfs := cmd.PersistentFlags()
 	pfs.StringVar(&f.BPFFS, "bpffs", loader.DefaultBPFFS, "folder on a BPF file system for programs and maps")
@@ -178,6 +179,11 @@ func (f *flags) complete() (err error) {
 		}
 		if err != nil {
 			return fmt.Errorf("%s %q: must be ADDRESS:PORT, such as 0.0.0.0:10256 or [::1]:10249, or empty: %w", name, addr, err)
+		}
+	}
+	if f.Cgroup != "" && f.Cgroup != loader.NoCgroup {
+		if f.Cgroup, err = filepath.Abs(f.Cgroup); err != nil {
+			return fmt.Errorf("--cgroup: %w", err)
 		}
 	}
 	for name, path := range map[string]*string{"--bpffs": &f.BPFFS, "--state-dir": &f.StateDir, "--socket": &f.Socket} {

@@ -47,6 +47,7 @@ type Config struct {
 	BPFFS         string
 	StateDir      string
 	Socket        string
+	Cgroup        string         // whose sockets are translated; empty = all, none = nobody's
 	Listen        string         // empty = not on TCP
 	HealthzBind   string         // for kube-proxy's /healthz and /livez; empty = not served
 	MetricsBind   string         // for the metrics once more; empty = not
@@ -108,6 +109,10 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	if err := loader.Prepare(cfg.BPFFS); err != nil {
 		return err
 	}
+	cgroup, err := loader.FindCgroup(cfg.Cgroup)
+	if err != nil {
+		return fmt.Errorf("--cgroup: %w", err)
+	}
 	if err := os.MkdirAll(cfg.StateDir, 0o700); err != nil {
 		return fmt.Errorf("create state folder: %w", err)
 	}
@@ -143,6 +148,13 @@ func Run(ctx context.Context, cfg Config) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, dp.Close()) }()
+	if cgroup == "" && cfg.Cgroup == "" {
+		log.Info("no cgroup2 is mounted: connections of the host's processes are translated on the way, not at the socket")
+	}
+	if err := dp.AttachSockets(ctx, cgroup); err != nil {
+		// They are a shortcut. The loop tries again and lists the problem.
+		log.Error("programs at sockets; the host's connections are translated on the way", "error", err)
+	}
 	timeouts, err := loader.LoadTimeouts()
 	if err != nil {
 		return err
@@ -174,6 +186,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 		s.UptimeSeconds = time.Since(started).Seconds()
 		from.Synced = s.Synced
 		s.Sources = []api.Source{from}
+		s.Sockets.Cgroup, s.Sockets.Attached = dp.Sockets()
 	})}
 	log.Info("starting", "node", cfg.NodeName, "version", cfg.Version, "source", from.Location, "bpffs", cfg.BPFFS, "socket", cfg.Socket)
 

@@ -40,6 +40,8 @@ type Status struct {
 	// MTU is that of pods.
 	MTU    int    `json:"mtu"`
 	Tunnel Tunnel `json:"tunnel"`
+	// Sockets says where connections are translated at connect().
+	Sockets Sockets `json:"sockets"`
 	// ServiceCIDRs are the service ranges in force.
 	ServiceCIDRs []netip.Prefix `json:"serviceCIDRs,omitempty"`
 }
@@ -92,6 +94,13 @@ type Tunnel struct {
 	Addr   netip.Addr `json:"addr"`
 	MAC    string     `json:"mac"`
 	MTU    int        `json:"mtu"`
+}
+
+// Sockets are the programs at the sockets of the host's processes.
+type Sockets struct {
+	// Cgroup that they are for; empty = none.
+	Cgroup   string `json:"cgroup,omitempty"`
+	Attached bool   `json:"attached"`
 }
 
 // Services names the service ids of pw_services.

@@ -269,6 +269,7 @@ func planAgent() fakeAgent {
 			},
 			Devices:      []api.Device{{Name: "eth0", Ifindex: 2, Role: "netdev", MTU: 1500}, {Name: "pw00000000001", Ifindex: 7, Role: "pod", MTU: 1450}},
 			MTU:          1450,
+			Sockets:      api.Sockets{Cgroup: "/sys/fs/cgroup", Attached: true},
 			Tunnel:       api.Tunnel{Device: "podweir.vxlan", VNI: 4096, Port: 4789, Addr: ip("172.31.0.2"), MAC: "02:01:01:01:01:02", MTU: 1450},
 			ServiceCIDRs: []netip.Prefix{pfx("10.98.0.0/16"), pfx("fd00:10:98::/112")},
 		},

@@ -126,6 +126,14 @@ func (s *session) printStatus(v *statusView) error {
 				line("Device", "%s (%s), MTU %d", d.Name, d.Role, d.MTU)
 			}
 		}
+		switch {
+		case a.Sockets.Attached:
+			line("Sockets", "translated at connect(), cgroup %s", a.Sockets.Cgroup)
+		case a.Sockets.Cgroup != "":
+			line("Sockets", "NOT ATTACHED to cgroup %s; translated on the way", a.Sockets.Cgroup)
+		default:
+			line("Sockets", "translated on the way")
+		}
 		line("Problems", "%d", len(a.Problems))
 	} else {
 		line("Agent", "NOT ANSWERING")

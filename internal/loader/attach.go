@@ -261,6 +261,11 @@ func (d *Datapath) Verify(ctx context.Context) ([]string, error) {
 		}
 		repaired = append(repaired, fmt.Sprintf("%v was detached, attached again", a))
 	}
+	missing, err := d.ensureSockets(ctx)
+	for _, what := range missing {
+		repaired = append(repaired, what+" was detached, attached again")
+	}
+	errs = append(errs, err)
 	return repaired, errors.Join(errs...)
 }
 
@@ -275,7 +280,8 @@ func (d *Datapath) adoptLinks(ctx context.Context) error {
 	for _, e := range entries {
 		path := filepath.Join(dir, e.Name())
 		key, ok := parsePin(e.Name())
-		if !ok {
+		socket, isSocket := parseSocketPin(e.Name())
+		if !ok && !isSocket {
 			d.log.Warn("unknown file among the pinned links; left alone", "path", path)
 			continue
 		}
@@ -284,6 +290,12 @@ func (d *Datapath) adoptLinks(ctx context.Context) error {
 			// One bad file must not keep the node down. Should a program of
 			// ours hang behind it, attaching anew reports it by name.
 			d.log.Error("cannot open a pinned link; left alone, remove the file if it is no link", "path", path, "error", err)
+			continue
+		}
+		if isSocket {
+			if err := d.adoptSocket(socket, l); err != nil {
+				return err
+			}
 			continue
 		}
 		a := &attachment{key: key, device: strconv.Itoa(key.ifindex), link: l}

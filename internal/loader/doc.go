@@ -3,7 +3,8 @@
 // attaches the programs to devices.
 //
 // Everything survives the process: maps are pinned under <folder>/maps and
-// reused by the next load, links under <folder>/links/<ifindex>-<program>.
+// reused by the next load, links under <folder>/links/<ifindex>-<program>, or
+// cgroup-<program> for those at the sockets of the host's processes.
 // A load replaces the programs of all links that exist in place, without a
 // moment in which a hook is empty. tcx links are used where the kernel has
 // them (6.6), a clsact qdisc with a direct-action filter elsewhere.

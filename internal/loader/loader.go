@@ -34,6 +34,7 @@ type Config struct {
 	NodePortMax    uint16
 	NoMasquerade   bool   // pods' packets leave under the pods' own addresses
 	SNAT           bool   // what enters by a service goes on under this node's address
+	NetnsCookie    uint64 // whose sockets are translated; default: this thread's namespace's
 	FlowsMax       uint32 // entries of pw_flows, two a flow
 	FlowsNewMax    uint32 // entries of pw_flows_new
 	ForceClsact    bool   // do not use tcx even where the kernel has it
@@ -51,6 +52,8 @@ type Datapath struct {
 	set      maps.Set
 	attached map[hookKey]*attachment
 	clsact   bool
+	cgroup   string // whose sockets are translated, "" = none
+	sockets  map[socketHook]link.Link
 }
 
 // Load loads the programs, reusing the pinned maps, and replaces the
@@ -66,6 +69,12 @@ func Load(ctx context.Context, cfg Config) (*Datapath, error) {
 	if err := Prepare(cfg.BPFFS); err != nil {
 		return nil, err
 	}
+	if cfg.NetnsCookie == 0 {
+		var err error
+		if cfg.NetnsCookie, err = netnsCookie(); err != nil {
+			return nil, err
+		}
+	}
 	for _, dir := range []string{mapsDir(cfg.BPFFS), linksDir(cfg.BPFFS)} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			return nil, fmt.Errorf("create pin folder %s: %w", dir, err)
@@ -78,6 +87,7 @@ func Load(ctx context.Context, cfg Config) (*Datapath, error) {
 	d := &Datapath{
 		cfg: cfg, log: cfg.Log, spec: spec,
 		attached: make(map[hookKey]*attachment), clsact: cfg.ForceClsact,
+		sockets: make(map[socketHook]link.Link),
 	}
 	if err := d.dropIncompatible(); err != nil {
 		return nil, err
@@ -110,6 +120,7 @@ func Spec(cfg Config) (*ebpf.CollectionSpec, error) {
 	set("cfg_overlay_ifindex", cfg.OverlayIfindex != 0, uint32(cfg.OverlayIfindex))
 	set("cfg_vni", cfg.VNI != 0, cfg.VNI)
 	set("cfg_mark", cfg.Mark != 0, cfg.Mark)
+	set("cfg_netns_cookie", cfg.NetnsCookie != 0, cfg.NetnsCookie)
 	set("cfg_masquerade", cfg.NoMasquerade, uint8(0))
 	set("cfg_snat", cfg.SNAT, uint8(1))
 	if cfg.NodePortMin != 0 {
@@ -184,6 +195,11 @@ func (d *Datapath) SetOverlay(ctx context.Context, ifindex int) error {
 			errs = append(errs, err)
 		}
 	}
+	for h, l := range d.sockets {
+		if err := l.Update(d.socketProgram(h)); err != nil {
+			errs = append(errs, fmt.Errorf("replace program %s of cgroup %s: %w", h.program, d.cgroup, err))
+		}
+	}
 	return errors.Join(append(errs, old.Close())...)
 }
 
@@ -196,6 +212,10 @@ func (d *Datapath) Close() error {
 		errs = append(errs, a.close())
 	}
 	d.attached = make(map[hookKey]*attachment)
+	for _, l := range d.sockets {
+		errs = append(errs, l.Close())
+	}
+	d.sockets = make(map[socketHook]link.Link)
 	return errors.Join(append(errs, d.objs.Close())...)
 }
 

@@ -31,6 +31,7 @@ type Set struct {
 	Affinity      Map[AffinityKey, Affinity]
 	SrcRanges     Map[SrcRangeKey, uint32]
 	DevAddrs      Map[uint32, DevAddrs]
+	SockRev       Map[uint64, SockAsked] // by socket cookie
 	Churn         *Churn
 	Metrics       *Metrics
 }
@@ -55,6 +56,7 @@ func NewSet(o *bpf.DpMaps) Set {
 		Affinity:      Wrap[AffinityKey, Affinity](o.PwAffinity, bpf.DpMapPwAffinity),
 		SrcRanges:     Wrap[SrcRangeKey, uint32](o.PwSrcRanges, bpf.DpMapPwSrcRanges),
 		DevAddrs:      Wrap[uint32, DevAddrs](o.PwDevAddrs, bpf.DpMapPwDevAddrs),
+		SockRev:       Wrap[uint64, SockAsked](o.PwSockRev, bpf.DpMapPwSockRev),
 		Churn:         NewChurn(o.PwChurn),
 		Metrics:       NewMetrics(o.PwMetrics),
 	}
@@ -89,6 +91,7 @@ func OpenPinned(dir string, readOnly bool) (Set, error) {
 		{bpf.DpMapPwAffinity, &o.PwAffinity},
 		{bpf.DpMapPwSrcRanges, &o.PwSrcRanges},
 		{bpf.DpMapPwDevAddrs, &o.PwDevAddrs},
+		{bpf.DpMapPwSockRev, &o.PwSockRev},
 		{bpf.DpMapPwChurn, &o.PwChurn},
 		{bpf.DpMapPwMetrics, &o.PwMetrics},
 	} {
@@ -115,5 +118,5 @@ func (s Set) Close() error {
 		s.Backends.Close(), s.Endpoints.Close(), s.Addrs.Close(), s.Prefixes.Close(), s.Nodes.Close(),
 		s.NodeIDs.Close(), s.Policy.Close(), s.PortClass.Close(),
 		s.BackendStates.Close(), s.Maglev.Close(), s.Affinity.Close(), s.SrcRanges.Close(),
-		s.DevAddrs.Close(), s.Churn.Close(), s.Metrics.Close())
+		s.DevAddrs.Close(), s.SockRev.Close(), s.Churn.Close(), s.Metrics.Close())
 }

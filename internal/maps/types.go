@@ -34,6 +34,7 @@ type (
 	Affinity        = bpf.DpPwAffinityEntry
 	SrcRangeKey     = bpf.DpPwSrcRangeKey
 	DevAddrs        = bpf.DpPwDevAddr
+	SockAsked       = bpf.DpPwSockAsked
 	Reason          = bpf.DpPwReason
 	Hook            = bpf.DpPwHook
 )

@@ -22,6 +22,7 @@ type Config struct {
 	Wire         bool           // two nodes joined by one cable: no Switch, no Ext, no gateway
 	AgentArgs    []string       // added to every agent's command line
 	LogLevel     string         // of the agents, default info
+	NoSockets    bool           // agents leave connect() of the nodes' processes alone
 	Kubeconfig   string         // agents watch an API server instead of Manifests
 }
 

@@ -59,6 +59,15 @@ func inNetns(path string, fn func() error) error {
 	return <-errc
 }
 
+// InCgroupOf is the same namespace, but programs started in it live in the
+// cgroup of another.
+func (n *Netns) InCgroupOf(other *Netns) *Netns {
+	return &Netns{Name: n.Name, c: n.c, cgroup: other.cgroup}
+}
+
+// Cgroup is the folder of the cgroup that the namespace's programs live in.
+func (n *Netns) Cgroup() string { return n.cgroup }
+
 // createNetns makes a named namespace, by a bind mount as "ip netns" does.
 func createNetns(name string) error {
 	if err := os.MkdirAll(netnsDir, 0o755); err != nil {

@@ -83,6 +83,12 @@ func (n *Node) agentArgs() []string {
 		"--listen", "127.0.0.1:9964",
 		"--log-level", cfg.LogLevel,
 	}
+	// The node's cgroup, never the root: that has all processes of the machine.
+	cgroup := n.cgroup
+	if cfg.NoSockets {
+		cgroup = "none"
+	}
+	args = append(args, "--cgroup", cgroup)
 	if cfg.Kubeconfig != "" {
 		args = append(args, "--kubeconfig", cfg.Kubeconfig)
 	} else {

@@ -54,6 +54,9 @@ func programs(t *testing.T, n *cluster.Node) map[string]int {
 		}
 		return nil
 	}))
+	for name, n := range socketPrograms(t, n) {
+		out["cgroup "+name] = n
+	}
 	return out
 }
 

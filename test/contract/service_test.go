@@ -122,18 +122,44 @@ func TestS1HostNetworkBackend(t *testing.T) {
 				if s.Peers[own] != s.Servers["node-a"] || s.Peers[node] != s.Servers["node-b"] {
 					t.Errorf("answered by %v, which saw %v; want node-a to see %s and node-b %s", s.Servers, s.Peers, own, node)
 				}
-				// A host process reaches both: the other node under its own
-				// address, itself under the service's.
-				s = send(t, ctx, w.a.Netns, proto, target, "-count", enough, "-parallel", "4")
-				if len(s.Servers) != 2 {
-					t.Errorf("from node-a: answered by %v, want both nodes", s.Servers)
-				}
-				self, called := addrs[v6][0].String(), pick(v6, "10.98.1.1", "fd00:10:98::101")
-				if s.Peers[self] != s.Servers["node-b"] || s.Peers[called] != s.Servers["node-a"] {
-					t.Errorf("from node-a: answered by %v, which saw %v; want node-b to see %s and node-a %s",
-						s.Servers, s.Peers, self, called)
+				// A host process reaches both under its own address; on the
+				// way the host itself sees the service's.
+				for name, from := range map[string]*cluster.Netns{"socket": w.a.Netns, "way": w.a.InCgroupOf(w.Ext)} {
+					s = send(t, ctx, from, proto, target, "-count", enough, "-parallel", "4")
+					self, called := addrs[v6][0].String(), pick(v6, "10.98.1.1", "fd00:10:98::101")
+					want := map[string]int{self: s.Servers["node-b"], called: s.Servers["node-a"]}
+					if proto == "tcp" && name == "socket" {
+						want = map[string]int{self: s.OK}
+					}
+					if len(s.Servers) != 2 || fmt.Sprint(s.Peers) != fmt.Sprint(want) {
+						t.Errorf("from node-a, %s: answered by %v, which saw %v, want %v", name, s.Servers, s.Peers, want)
+					}
 				}
 			})
+		}
+	})
+}
+
+// A host calls a NodePort at its own address, and the backend is a process of
+// another node: the answer comes from outside under the host's own address.
+func TestS1OwnNodePortToAnotherHost(t *testing.T) {
+	w := shared(t)
+	ctx := within(t, 90*time.Second)
+	p, err := w.b.Serve(ctx, w.b.NodeName, deafPort+1)
+	ok(t, err)
+	t.Cleanup(func() { ok(t, p.Kill(context.Background())) })
+	ips := []string{"10.98.1.2", "fd00:10:98::102"}
+	w.put(t, nodePorts("own", ips, 30690, 30691),
+		endpointSlice("own-v4", "own", bothSlicePorts(deafPort+1), nodeAddr(w.b, false)),
+		endpointSlice("own-v6", "own", bothSlicePorts(deafPort+1), nodeAddr(w.b, true)))
+	families(t, func(t *testing.T, v6 bool) {
+		w.inForce(t, ctx, "udp", vip(pick(v6, ips[0], ips[1]), 85), at(nodeAddr(w.b, v6), deafPort+1))
+		w.settled(t, ctx)
+		for i, proto := range []string{"udp", "tcp"} {
+			s := send(t, ctx, w.a.Netns, proto, at(nodeAddr(w.a, v6), uint16(30690+i)).String())
+			if own := nodeAddr(w.a, v6).String(); s.Peers[own] != s.OK {
+				t.Errorf("%s: %s saw %v, want %s alone", proto, w.b.NodeName, s.Peers, own)
+			}
 		}
 	})
 }

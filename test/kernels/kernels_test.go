@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/podweir/podweir/internal/loader"
 )
 
 // A machine takes about 20 s for everything when it has a core to itself,
@@ -44,7 +46,7 @@ func testMachine(t *testing.T, series string) {
 		"-M", "q35", "-cpu", "max", "-accel", "tcg", "-m", "512", "-smp", "1",
 		"-nographic", "-no-reboot", "-nodefaults", "-serial", "stdio",
 		"-kernel", images[0], "-initrd", initramfs,
-		"-append", "console=ttyS0 quiet panic=-1 reboot=t mitigations=off nokaslr -- -kernel "+series+" -bpffs /sys/fs/bpf")))
+		"-append", "console=ttyS0 quiet panic=-1 reboot=t mitigations=off nokaslr -- -kernel "+series+" -bpffs /sys/fs/bpf -cgroup /sys/fs/cgroup/podweir")))
 }
 
 // TestHost runs the same checks on the kernel that the tests run on.
@@ -64,7 +66,20 @@ func TestHost(t *testing.T) {
 			t.Errorf("unmount %s: %v", bpffs, err)
 		}
 	})
-	cmd := exec.Command(filepath.Join(dir, "guest"), "-bpffs", bpffs)
+	root, err := loader.FindCgroup("")
+	if err != nil || root == "" {
+		t.Fatalf("a mounted cgroup2 is needed: %q, %v", root, err)
+	}
+	cgroup := filepath.Join(root, fmt.Sprintf("podweir-kernels-%d", os.Getpid()))
+	if err := os.Mkdir(cgroup, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.Remove(cgroup); err != nil {
+			t.Error(err)
+		}
+	})
+	cmd := exec.Command(filepath.Join(dir, "guest"), "-bpffs", bpffs, "-cgroup", cgroup)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNET}
 	report(t, run(t, cmd))
 }

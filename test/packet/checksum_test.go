@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"hash/crc32"
 	"net/netip"
+	"slices"
 
 	"github.com/podweir/podweir/internal/maps"
 )
@@ -170,6 +171,61 @@ func wrong(pkt []byte) string {
 	}
 	if onesSum(sum, cover) != 0xffff {
 		return "transport"
+	}
+	return ""
+}
+
+// quoteOf is the packet that an ICMP error quotes, as a frame; nil if it is
+// none.
+func quoteOf(pkt []byte) []byte {
+	d, ok := decode(pkt)
+	if !ok || len(d.upper) < 8 {
+		return nil
+	}
+	kind := d.upper[0]
+	switch {
+	case !d.v6 && d.proto == protoICMP && (kind == 3 || kind == 4 || kind == 11 || kind == 12):
+	case d.v6 && d.proto == protoICMP6 && kind < 128:
+	default:
+		return nil
+	}
+	return append(slices.Clone(pkt[:14]), d.upper[8:]...)
+}
+
+// quoted is whose packet an ICMP error is about; an echo's identifier is the
+// port of who asked.
+func quoted(pkt []byte) (src, dst netip.AddrPort) {
+	d, ok := decode(quoteOf(pkt))
+	if !ok {
+		return src, dst
+	}
+	src, dst = ap(d.src, 0), ap(d.dst, 0)
+	switch {
+	case hasPorts(d.proto):
+		sport, dport := d.ports()
+		src, dst = ap(d.src, sport), ap(d.dst, dport)
+	case (d.proto == protoICMP || d.proto == protoICMP6) && len(d.upper) >= 8:
+		id := binary.BigEndian.Uint16(d.upper[4:])
+		if kind := d.upper[0]; kind == 0 || kind == 129 {
+			dst = ap(d.dst, id)
+		} else {
+			src = ap(d.src, id)
+		}
+	}
+	return src, dst
+}
+
+// wrongQuote is wrong for what an ICMP error quotes, as far as it goes. The
+// CRC of SCTP is left as it was.
+func wrongQuote(pkt []byte) string {
+	q := quoteOf(pkt)
+	if len(q) >= 34 && q[14]>>4 == 4 {
+		if n := 14 + int(q[14]&15)*4; n >= 34 && n <= len(q) && onesSum(0, q[14:n]) != 0xffff {
+			return "quoted IPv4 header"
+		}
+	}
+	if d, ok := decode(q); ok && d.proto != maps.ProtoSCTP {
+		return wrong(q)
 	}
 	return ""
 }

@@ -116,6 +116,11 @@ func (o outcome) left(p packet, r *result) string {
 	if src != wantSrc || dst != wantDst {
 		return fmt.Sprintf("left as %v -> %v, want %v -> %v", src, dst, wantSrc, wantDst)
 	}
+	if p.quote != nil {
+		if src, dst := quoted(r.inner()); src != o.quoted[0] || dst != o.quoted[1] {
+			return fmt.Sprintf("left about %v -> %v, want %v -> %v", src, dst, o.quoted[0], o.quoted[1])
+		}
+	}
 	ttl := p.ttl
 	if p.hook != toPod && p.hook != toOverlay && o.to.kind != bpf.DpPwPlaceKindPW_PLACE_HOST {
 		ttl--

@@ -114,12 +114,6 @@ func dropCases() []dropCase {
 			fr.ttl = 1
 			return w.pod(devClient, fr)
 		}},
-		{why: bpf.DpPwReasonPW_DROP_ICMP_TRANSLATED, fire: func(w *world) *result {
-			fr := udp(ap(w.f.client, 1), ap(w.f.vipRemote, svcPort))
-			w.pod(devClient, fr).is(fwdTunnel, miss, created)
-			fr.dst = ap(w.f.remote, podPort)
-			return w.run(w.tunnelShot(w.f.nodeB, icmpError(w.t, w.f.remote, w.f.client, fr.bytes(w.t))))
-		}},
 		{why: bpf.DpPwReasonPW_DROP_ICMP_UNRELATED, fire: func(w *world) *result {
 			quote := udp(ap(w.f.client, 1), ap(w.f.remote, 2)).bytes(w.t)
 			return w.run(w.tunnelShot(w.f.nodeB, icmpError(w.t, w.f.remote, w.f.client, quote)))

@@ -9,10 +9,7 @@ import (
 	"github.com/podweir/podweir/internal/maps"
 )
 
-const (
-	translated = bpf.DpPwReasonPW_DROP_ICMP_TRANSLATED
-	unrelated  = bpf.DpPwReasonPW_DROP_ICMP_UNRELATED
-)
+const unrelated = bpf.DpPwReasonPW_DROP_ICMP_UNRELATED
 
 // Errors about a flow's packets take the flow's way back, through isolation
 // too, and are none of its own packets.
@@ -99,17 +96,6 @@ func TestICMPErrorOfADeniedFlow(t *testing.T) {
 		denied := bpf.DpPwReasonPW_DROP_POLICY_EGRESS
 		w.pod(devClient, quoted).is(denied, stale)
 		w.run(w.tunnelShot(f.nodeB, icmpError(t, f.remote, f.client, quoted.bytes(t)))).is(denied)
-	})
-}
-
-func TestICMPErrorOfATranslatedFlow(t *testing.T) {
-	both(t, func(t *testing.T, w *world) {
-		f := w.f
-		c := w.conn(40000).open()
-		// What the backend saw, and what the client sent.
-		seen := tcp(c.out.src, c.answer.src, ack)
-		w.run(w.tunnelShot(f.nodeB, icmpError(t, f.remote, f.client, seen.bytes(t)))).is(translated)
-		w.run(w.at(fromPod, icmpError(t, f.client, f.vipRemote, c.out.back().bytes(t)))).is(translated)
 	})
 }
 

@@ -64,6 +64,7 @@ type outcome struct {
 	src, dst netip.AddrPort
 	to       place
 	mac      [6]byte
+	quoted   [2]netip.AddrPort // an ICMP error: what it quotes, source first
 }
 
 type timeouts struct {
@@ -330,11 +331,13 @@ func (m *model) step(p packet, ch choice) outcome {
 	return m.first(p, ch, o)
 }
 
-// enters: of what is for no pod, calls of services and the answers to what
-// left translated are followed.
+// enters: of what is for no pod, calls of services, and the answers to and
+// errors about what left translated are followed.
 func (m *model) enters(p packet) (follows, service bool) {
 	if p.quote != nil {
-		return false, false
+		f, _ := m.find(p.about())
+		follows = f != nil && f.xlate && p.about().Dst == p.key.Dst
+		return follows, follows
 	}
 	if f, dir := m.find(p.key); f != nil && f.xlate {
 		return true, f.service != 0 && dir == orig

@@ -1,6 +1,8 @@
 package packet
 
 import (
+	"net/netip"
+
 	"github.com/podweir/podweir/internal/bpf"
 	pwmaps "github.com/podweir/podweir/internal/maps"
 )
@@ -11,7 +13,13 @@ func (m *model) deliver(f *mflow, dir int, p packet, o outcome, known bool) outc
 	o.src, o.dst = ap(pwmaps.FromAddr(e.Src), e.Sport), ap(pwmaps.FromAddr(e.Dst), e.Dport)
 	o.to, o.mac = at(e.To), e.Mac
 	if p.quote != nil {
-		o.src, o.dst = ap(pwmaps.FromAddr(p.key.Src), 0), ap(pwmaps.FromAddr(p.key.Dst), 0)
+		o.quoted = [2]netip.AddrPort{o.dst, o.src}
+		// A router keeps its name towards a pod, and where the flow's end has
+		// the same name on both sides.
+		router := p.key.Src != p.about().Src && o.to.kind == bpf.DpPwPlaceKindPW_PLACE_POD
+		if router || e.Src == p.about().Src {
+			o.src = ap(pwmaps.FromAddr(p.key.Src), 0)
+		}
 	}
 	ingress := p.hook != toPod && p.hook != toOverlay
 	if ingress && o.to.kind != bpf.DpPwPlaceKindPW_PLACE_HOST && p.ttl <= 1 {
@@ -44,15 +52,20 @@ func (m *model) deliver(f *mflow, dir int, p packet, o outcome, known bool) outc
 	return o
 }
 
-// icmpError goes where the flow of the packet it quotes goes.
-func (m *model) icmpError(p packet, o outcome) outcome {
-	host := p.from.kind == bpf.DpPwPlaceKindPW_PLACE_HOST
-	k := flowKey{
+// about is the tuple of the packets that go the way of an ICMP error.
+func (p packet) about() flowKey {
+	return flowKey{
 		Src: p.quote.Dst, Dst: p.quote.Src, Sport: p.quote.Dport, Dport: p.quote.Sport,
 		Proto: p.quote.Proto, Via: p.key.Via,
 	}
+}
+
+// icmpError goes where the flow of the packet it quotes goes.
+func (m *model) icmpError(p packet, o outcome) outcome {
+	host := p.from.kind == bpf.DpPwPlaceKindPW_PLACE_HOST
+	k := p.about()
 	f, dir := m.find(k)
-	o.end = m.mayUse(p.from, p.key, false)
+	o.end = m.mayUse(p.from, p.key, p.service)
 	switch {
 	case o.end != 0:
 	case k.Dst != p.key.Dst, f == nil, m.expired(f), !m.fresh(f), !host && !f.rightPlace(dir, p.from):
@@ -62,8 +75,6 @@ func (m *model) icmpError(p packet, o outcome) outcome {
 		}
 	case f.denied != 0:
 		o.end = f.denied
-	case f.xlate:
-		o.end = translated
 	default:
 		return m.deliver(f, dir, p, o, false)
 	}

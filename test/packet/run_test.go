@@ -273,7 +273,8 @@ func (r *result) broken() string {
 	if !ok {
 		return fmt.Sprintf("not exactly one outcome: %v", r)
 	}
-	stays := r.shot.hook == toNetdev && why == fwdWire && r.action == actNext
+	// The stack has found the neighbour, unless another is meant by now.
+	stays := r.shot.hook == toNetdev && why == fwdWire && r.action == actNext && !r.newDestination()
 	want := actNext
 	switch {
 	case r.counts[refused] != 0:
@@ -329,6 +330,9 @@ func (r *result) spoiled() string {
 	if w := wrong(out); w != "" {
 		return w + " checksum is wrong after it was right"
 	}
+	if w := wrongQuote(out); w != "" && wrongQuote(in) == "" {
+		return w + " checksum is wrong in the quote after it was right"
+	}
 	return ""
 }
 
@@ -337,6 +341,12 @@ func (r *result) newSource() bool {
 	in, ok1 := decode(r.shot.pkt)
 	out, ok2 := decode(r.out)
 	return ok1 && ok2 && in.src != out.src
+}
+
+func (r *result) newDestination() bool {
+	in, ok1 := decode(r.shot.pkt)
+	out, ok2 := decode(r.out)
+	return ok1 && ok2 && in.dst != out.dst
 }
 
 func (r *result) String() string {

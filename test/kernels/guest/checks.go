@@ -14,7 +14,7 @@ import (
 	"github.com/podweir/podweir/test/packet/parts"
 )
 
-func (c *checks) all(ctx context.Context) {
+func (c *checks) all(ctx context.Context, cgroup string) {
 	w := c.w
 	c.do("parts", loadParts)
 	c.do("attached", w.attached)
@@ -24,6 +24,7 @@ func (c *checks) all(ctx context.Context) {
 	c.do("policy", func() error { return each(w.checkPolicy) })
 	c.do("stale", func() error { return each(w.checkStale) })
 	c.do("host", func() error { return each(w.checkHost) })
+	c.do("sockets", func() error { return w.checkSockets(ctx, cgroup) })
 	c.do("tunnel-by-device", func() error { return each(func(v6 bool) error { return w.checkTunnel(v6, false) }) })
 	if c.do("header", func() error { return w.useHeader(true) }) {
 		c.do("tunnel-by-header", func() error { return each(func(v6 bool) error { return w.checkTunnel(v6, true) }) })

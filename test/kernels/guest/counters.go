@@ -22,6 +22,7 @@ const (
 	fromNetdev  = bpf.DpPwHookPW_FROM_NETDEV
 	fromOverlay = bpf.DpPwHookPW_FROM_OVERLAY
 	toOverlay   = bpf.DpPwHookPW_TO_OVERLAY
+	atSocket    = bpf.DpPwHookPW_SOCKET
 )
 
 type counters map[counter]uint64

@@ -22,10 +22,11 @@ import (
 func main() {
 	series := flag.String("kernel", "", "kernel that this must be, as in 6.1")
 	bpffs := flag.String("bpffs", "/sys/fs/bpf", "an empty, mounted bpffs")
+	cgroup := flag.String("cgroup", "", "an empty cgroup (v2) to run some checks in")
 	flag.Parse()
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
-	if !run(ctx, *series, *bpffs) {
+	if !run(ctx, *series, *bpffs, *cgroup) {
 		os.Exit(1)
 	}
 }
@@ -87,7 +88,7 @@ func logf(format string, args ...any) {
 
 func oneLine(s string) string { return strings.ReplaceAll(s, "\n", " | ") }
 
-func run(ctx context.Context, series, bpffs string) bool {
+func run(ctx context.Context, series, bpffs, cgroup string) bool {
 	c := &checks{}
 	var k kernel
 	ok := c.do("kernel", func() (err error) {
@@ -101,7 +102,7 @@ func run(ctx context.Context, series, bpffs string) bool {
 	})
 	ok = ok && c.do("load", func() error { return c.w.load(ctx) })
 	if ok {
-		c.all(ctx)
+		c.all(ctx, cgroup)
 	}
 	if ok {
 		c.do("removed", func() error { return c.w.remove(ctx) })

@@ -27,7 +27,7 @@ func main() {
 func run() error {
 	for _, m := range []struct{ kind, dir string }{
 		{"proc", "/proc"}, {"sysfs", "/sys"}, {"devtmpfs", "/dev"},
-		{"bpf", "/sys/fs/bpf"}, {"tmpfs", "/tmp"},
+		{"bpf", "/sys/fs/bpf"}, {"tmpfs", "/tmp"}, {"cgroup2", "/sys/fs/cgroup"},
 	} {
 		if err := os.MkdirAll(m.dir, 0o755); err != nil {
 			return err

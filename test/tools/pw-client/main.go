@@ -32,6 +32,7 @@ type options struct {
 	proto   string
 	source  string
 	sport   int
+	socket  string
 	timeout time.Duration
 	target  string
 }
@@ -55,6 +56,7 @@ func run(ctx context.Context, args []string) int {
 	fs.StringVar(&o.proto, "proto", "tcp", "tcp or udp")
 	fs.StringVar(&o.source, "source", "", "source address")
 	fs.IntVar(&o.sport, "sport", 0, "source port")
+	fs.StringVar(&o.socket, "socket", "", "of TCP: mapped (an IPv6 socket, IPv4 as v4-mapped address), mptcp (default: plain)")
 	fs.DurationVar(&o.timeout, "timeout", time.Second, "for connecting and for each answer")
 	ok, err := modes[args[0]](ctx, fs, &o, args[1:])
 	switch {
@@ -79,14 +81,22 @@ func (o *options) parse(fs *flag.FlagSet, args []string) error {
 	if o.proto != "tcp" && o.proto != "udp" {
 		return fmt.Errorf("-proto %q: want tcp or udp", o.proto)
 	}
+	switch o.socket {
+	case "", "mapped", "mptcp":
+	default:
+		return fmt.Errorf("-socket %q: want mapped or mptcp", o.socket)
+	}
 	return nil
 }
 
 // dial connects from the source asked for. A source port is bound with
 // SO_REUSEADDR, so that it can be used again at once.
 func (o *options) dial(ctx context.Context) (net.Conn, error) {
+	if o.socket == "mapped" {
+		return o.dialMapped()
+	}
 	d := net.Dialer{Timeout: o.timeout, Control: probe.LargeBuffer}
-	d.SetMultipathTCP(false)
+	d.SetMultipathTCP(o.socket == "mptcp")
 	if o.source != "" || o.sport != 0 {
 		ip := netip.IPv4Unspecified()
 		if t, err := netip.ParseAddrPort(o.target); err == nil && t.Addr().Is6() {
@@ -113,6 +123,28 @@ func (o *options) dial(ctx context.Context) (net.Conn, error) {
 		}
 	}
 	return d.DialContext(ctx, o.proto, o.target)
+}
+
+// dialMapped connects an IPv6 socket to the v4-mapped form of an IPv4 target.
+func (o *options) dialMapped() (net.Conn, error) {
+	to, err := netip.ParseAddrPort(o.target)
+	if err != nil {
+		return nil, err
+	}
+	fd, err := unix.Socket(unix.AF_INET6, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, unix.IPPROTO_TCP)
+	if err != nil {
+		return nil, fmt.Errorf("IPv6 socket: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), "mapped")
+	defer f.Close()
+	timeout := unix.NsecToTimeval(int64(o.timeout)) // of connect, too
+	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_SNDTIMEO, &timeout); err != nil {
+		return nil, fmt.Errorf("timeout of the socket: %w", err)
+	}
+	if err := unix.Connect(fd, &unix.SockaddrInet6{Port: int(to.Port()), Addr: to.Addr().As16()}); err != nil {
+		return nil, fmt.Errorf("connect to %s, v4-mapped: %w", to, err)
+	}
+	return net.FileConn(f)
 }
 
 // kind names an error as package probe does.
