@@ -153,11 +153,13 @@ var rows = []row{
 	{from: inside, svc: "all-local", to: "lb ext node@node-a node@node-b", by: "back-b"},
 
 	// Backends on the hosts' own network. Another node's sees the client's
-	// node; the node that calls itself sees the service's address.
+	// node; the node that calls itself sees the service's address, or its own
+	// where the socket was connected to the backend.
 	{from: "pod-a", svc: "host-a", to: anywhere, by: "node-a", sees: "pod-a"},
 	{from: "pod-a", svc: "host-b", to: anywhere, by: "node-b", sees: "node-a"},
 	{from: "pod-b", svc: "host-a", to: "cluster lb", by: "node-a", sees: "node-b"},
-	{from: "node-a", svc: "host-a", to: anywhere, by: "node-a", sees: "called"},
+	{from: "node-a", svc: "host-a", to: anywhere, proto: "tcp", by: "node-a", sees: "called node-a"},
+	{from: "node-a", svc: "host-a", to: anywhere, proto: "udp open", by: "node-a", sees: "called"},
 	{from: "node-a", svc: "host-b", to: "cluster lb ext node@node-a node@node-b", by: "node-b"},
 	{from: "out out-b", svc: "hosts", to: anywhere, by: "node-a node-b"},
 	{from: "out", svc: "ex-local-host", to: "lb ext node@node-a", by: "node-a"},
