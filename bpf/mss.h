@@ -15,29 +15,48 @@
 #define PW_TCPOPT_MSS 2
 #define PW_TCPOLEN_MSS 4
 
-/* Where among n bytes of options the MSS option stands, or -1. */
-static __always_inline int pw_find_mss(const __u8 *opts, __u32 n)
-{
-	__u32 at = 0;
-	__u8 kind, len;
-	int i;
+struct pw_mss_walk {
+	struct pw_scratch *s; /* the options in draft.l4, and where we are */
+	__u32 n;
+	__s32 found;
+};
 
-	for (i = 0; i < PW_TCP_OPTIONS_MAX; i++) {
-		if (at + PW_TCPOLEN_MSS > n || at > PW_TCP_OPTIONS_MAX - PW_TCPOLEN_MSS)
-			return -1;
-		kind = opts[at];
-		len = opts[at + 1];
-		if (kind == PW_TCPOPT_NOP) {
-			at++;
-			continue;
-		}
-		if (kind == PW_TCPOPT_END || len < 2)
-			return -1;
-		if (kind == PW_TCPOPT_MSS)
-			return len == PW_TCPOLEN_MSS ? (int)at : -1;
-		at += len;
+static long pw_mss_step(__u32 i, struct pw_mss_walk *w)
+{
+	/* In the scratch, so that the verifier does not try every place. */
+	__u32 at = w->s->cursor;
+	__u8 kind, len;
+
+	if (at + PW_TCPOLEN_MSS > w->n || at > PW_TCP_OPTIONS_MAX - PW_TCPOLEN_MSS)
+		return 1;
+	kind = w->s->draft.l4[at];
+	len = w->s->draft.l4[at + 1];
+	if (kind == PW_TCPOPT_NOP) {
+		w->s->cursor = at + 1;
+		return 0;
 	}
-	return -1;
+	if (kind == PW_TCPOPT_END || len < 2)
+		return 1;
+	if (kind == PW_TCPOPT_MSS) {
+		if (len == PW_TCPOLEN_MSS)
+			w->found = at;
+		return 1;
+	}
+	w->s->cursor = at + len;
+	return 0;
+}
+
+/*
+ * Where among n bytes of options the MSS option stands, or -1. bpf_loop: an
+ * ordinary loop would be followed through all of its turns.
+ */
+static __always_inline int pw_find_mss(struct pw_scratch *s, __u32 n)
+{
+	struct pw_mss_walk w = { .s = s, .n = n, .found = -1 };
+
+	s->cursor = 0;
+	bpf_loop(PW_TCP_OPTIONS_MAX, pw_mss_step, &w, 0);
+	return w.found;
 }
 
 /*
@@ -69,8 +88,8 @@ __noinline int pw_clamp_mss(struct __sk_buff *skb, struct pw_pkt *p, __u32 mtu)
 	barrier_var(n);
 	if (n < PW_TCPOLEN_MSS || bpf_skb_load_bytes(skb, off, s->draft.l4, n))
 		return 0;
-	at = pw_find_mss(s->draft.l4, n);
-	if (at < 0)
+	at = pw_find_mss(s, n);
+	if (at < 0 || at > PW_TCP_OPTIONS_MAX)
 		return 0;
 	off += at + 2;
 	if (bpf_skb_load_bytes(skb, off, &from, sizeof(from)) || bpf_ntohs(from) <= bpf_ntohs(to) ||

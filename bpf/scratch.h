@@ -46,7 +46,7 @@ struct pw_scratch {
 	__u32 svc_flags; /* enum pw_service_flags of the frontend that was called */
 	__u32 snat;      /* fwd.src is this node's: the source port must be, too */
 	__u32 mtu;       /* of the way that a packet is too big for */
-	__u32 pad;
+	__u32 cursor;    /* among a segment's options */
 	__u64 error_due; /* when the next ICMP error to outside would be due, see pw_may_tell */
 };
 

@@ -232,7 +232,7 @@ func TestN12SizesTunnel(t *testing.T) { shared(t).sizes() }
 
 // Direct routing: clients' packets are carried in the tunnel all the same.
 // The contract holds with it as a whole.
-func TestDirectRouting(t *testing.T) {
+func TestServicesDirect(t *testing.T) {
 	t.Parallel()
 	w := own(t, "--routing-mode", "direct")
 	w.T.Run("N12", func(t *testing.T) { w.sub(t).sizes() })

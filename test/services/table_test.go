@@ -106,9 +106,9 @@ var rows = []row{
 	// Types.
 	{from: "pod-a node-a out", svc: "node-port", to: "cluster ext node@node-a node@node-b", by: "back-a back-b"},
 	{from: "pod-a node-a out", svc: "cluster-ip", to: "cluster ext", by: "back-a back-b"},
-	{from: "pod-a node-a out", svc: "cluster-ip", to: "node@node-a node@node-b", proto: "tcp", refused: true},
+	{from: "pod-a node-a out", svc: "cluster-ip", to: "node@node-a node@node-b", refused: true},
 	// Where --nodeport-addresses says no, nothing listens.
-	{from: everyone, svc: "web", to: "node@node-a/third node@node-b/third", proto: "tcp", refused: true},
+	{from: everyone, svc: "web", to: "node@node-a/third node@node-b/third", refused: true},
 
 	// S2: refused at once, wherever it is called from, by whatever address.
 	{from: everyone, svc: "none", to: "cluster lb ext", refused: true, why: "drop_no_backend"},
@@ -153,11 +153,13 @@ var rows = []row{
 	{from: inside, svc: "all-local", to: "lb ext node@node-a node@node-b", by: "back-b"},
 
 	// Backends on the hosts' own network. Another node's sees the client's
-	// node; the node that calls itself sees the service's address.
+	// node; the node that calls itself sees the service's address, or its own
+	// where the socket was connected to the backend.
 	{from: "pod-a", svc: "host-a", to: anywhere, by: "node-a", sees: "pod-a"},
 	{from: "pod-a", svc: "host-b", to: anywhere, by: "node-b", sees: "node-a"},
 	{from: "pod-b", svc: "host-a", to: "cluster lb", by: "node-a", sees: "node-b"},
-	{from: "node-a", svc: "host-a", to: anywhere, by: "node-a", sees: "called"},
+	{from: "node-a", svc: "host-a", to: anywhere, proto: "tcp", by: "node-a", sees: "called node-a"},
+	{from: "node-a", svc: "host-a", to: anywhere, proto: "udp open", by: "node-a", sees: "called"},
 	{from: "node-a", svc: "host-b", to: "cluster lb ext node@node-a node@node-b", by: "node-b"},
 	{from: "out out-b", svc: "hosts", to: anywhere, by: "node-a node-b"},
 	{from: "out", svc: "ex-local-host", to: "lb ext node@node-a", by: "node-a"},
@@ -200,7 +202,7 @@ var rows = []row{
 	{from: "pod-a pod-b out out-b node-b", addr: "node-a/second", port: 80, by: "back-b"},
 	{from: "node-a", addr: "node-a/second", port: 80, by: "back-b", sees: "node-a node-a/second"},
 	{from: "pod-a out node-b", addr: "node-a/second", port: 8080, by: "node-a"},
-	{from: "out", addr: "node-a", port: 80, proto: "tcp", refused: true},
+	{from: "out", addr: "node-a", port: 80, refused: true},
 	// S26: NodePorts are not on the loopback addresses.
 	{from: "node-a", addr: "loopback", port: 30101, refused: true},
 
