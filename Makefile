@@ -40,6 +40,7 @@ build: generate ## builds bin/podweir-agent, bin/podweir-cni, bin/podweir and th
 	@go build -o bin/ ./test/tools/pw-server ./test/tools/pw-client
 	@go build -o bin/pw-demo ./test/demo
 	@go build -o bin/pw-bench-path ./test/bench/path
+	@go build -o bin/pw-bench-scale ./test/bench/scale
 	@clang-19 -O2 -Wall -Wextra -Werror -static -o bin/pw-path-core $(PATH_CORE)
 
 .PHONY: fmt
@@ -91,6 +92,12 @@ BENCH_PATH ?= --json bin/bench-path.json
 .PHONY: bench-path
 bench-path: root deps build ## measures the path against plain kernel forwarding (as root); BENCH_PATH='--family 6 ...'
 	@bin/pw-bench-path $(BENCH_PATH)
+
+BENCH_SCALE ?= --json bin/bench-scale.json
+
+.PHONY: bench-scale
+bench-scale: root deps build ## measures the control plane of services, up to 10,000 (as root); BENCH_SCALE='--sizes 1000x4 ...'
+	@bin/pw-bench-scale $(BENCH_SCALE)
 
 .PHONY: root
 root:

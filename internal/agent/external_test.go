@@ -454,3 +454,49 @@ func TestServiceChangeIsLocal(t *testing.T) {
 	}
 	b.lostAre(t)
 }
+
+// S31: among a thousand services, the change of one endpoint writes entries of
+// its own service alone.
+func TestChangeAmongAThousand(t *testing.T) {
+	st := newMemStores()
+	b := newServiceBench(t, st, newClock())
+	check := st.check
+	st.check = nil // it looks at everything at every write
+	b.s.buryLeftovers()
+	all := map[service.Owner]service.Compiled{}
+	vip := func(i int) string { return fmt.Sprintf("10.98.%d.%d", 1+i/250, 1+i%250) }
+	for i := range 1000 {
+		for o, c := range compiled(fmt.Sprintf("s%d", i), vip(i),
+			fmt.Sprintf("10.244.%d.%d", 1+i/250, 1+i%250), fmt.Sprintf("10.245.%d.%d", 1+i/250, 1+i%250)) {
+			all[o] = c
+		}
+	}
+	b.apply(t, all)
+	if got := len(st.services.m); got != 2000 { // and the addresses
+		t.Fatalf("%d entries of frontends", got)
+	}
+	st.check = check
+	n := len(st.lines)
+	old, _ := b.frontend(vip(500))
+	b.apply(t, compiled("s500", vip(500), "10.244.3.1", "10.246.0.1"))
+	now, _ := b.frontend(vip(500))
+	for range 3 { // the old set, when nothing reads it any more
+		b.advance(setLinger)
+		b.sweep(t)
+	}
+	var want []string
+	line := func(format string, args ...any) { want = append(want, fmt.Sprintf(format, args...)) }
+	for slot := range 2 {
+		line("put pw_backends set %d slot %d", now.Set, slot)
+		line("delete pw_backends set %d slot %d", old.Set, slot)
+	}
+	line("put pw_services %s:80/tcp", vip(500))
+	line("put pw_backend_st 10.246.0.1:8080 of service %d", now.Id)
+	line("delete pw_backend_st 10.245.3.1:8080 of service %d", now.Id)
+	got := slices.Clone(st.lines[n:])
+	slices.Sort(got)
+	slices.Sort(want)
+	if !slices.Equal(got, want) {
+		t.Errorf("one change wrote\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+}

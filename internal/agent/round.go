@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"runtime/debug"
 	"slices"
 	"time"
 
@@ -60,6 +61,7 @@ func (a *Agent) round(ctx context.Context) time.Time {
 	if first {
 		a.services.buryLeftovers()
 		a.full = true
+		go debug.FreeOSMemory() // what the first lists and their decoding took
 		a.log.Info("first full round done", "services", len(a.services.byOwner),
 			"addresses", a.peers.addrs.Len(), "endpoints", a.peers.endpoints.Len())
 	}

@@ -130,6 +130,17 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	if err != nil {
 		return err
 	}
+	// The objects come in while the programs are loaded.
+	g, ctx := errgroup.WithContext(ctx)
+	early, cancel := context.WithCancel(ctx)
+	running := false
+	g.Go(func() error { return finish(early, "source", runSource(early, src)) })
+	defer func() {
+		cancel()
+		if !running {
+			err = errors.Join(err, g.Wait())
+		}
+	}()
 	stack, err := node.New(cfg.StateDir, log)
 	if err != nil {
 		return err
@@ -190,8 +201,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	})}
 	log.Info("starting", "node", cfg.NodeName, "version", cfg.Version, "source", from.Location, "bpffs", cfg.BPFFS, "socket", cfg.Socket)
 
-	g, ctx := errgroup.WithContext(ctx)
-	g.Go(func() error { return finish(ctx, "source", runSource(ctx, src)) })
+	running = true
 	g.Go(func() error { return finish(ctx, "loop", a.Run(ctx)) })
 	g.Go(func() error { sweep.run(ctx); return nil })
 	g.Go(func() error { return a.repair(ctx, manager) })
@@ -335,6 +345,7 @@ func newSource(cfg Config, t *table.Tables) (source.Source, api.Source, error) {
 		return nil, api.Source{}, fmt.Errorf("API server: %w", err)
 	}
 	rc.UserAgent = "podweir-agent/" + cfg.Version
+	source.Configure(rc)
 	client, err := kubernetes.NewForConfig(rc)
 	if err != nil {
 		return nil, api.Source{}, fmt.Errorf("API server %s: %w", rc.Host, err)

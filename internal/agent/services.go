@@ -129,8 +129,8 @@ func (s *services) apply(dirty map[service.Owner]service.Compiled) (again []serv
 	again = s.giveUp(dirty)
 	each := func(f func(o service.Owner, p *service.Port)) {
 		for _, o := range order {
-			for i := range dirty[o].Ports {
-				f(o, &dirty[o].Ports[i])
+			for i := range o.Ports {
+				f(o.owner, &o.Ports[i])
 			}
 		}
 	}
@@ -155,11 +155,11 @@ func (s *services) apply(dirty map[service.Owner]service.Compiled) (again []serv
 		}
 	})
 	for _, o := range order {
-		s.own(o, dirty[o])
-		if dirty[o].Name == "" {
-			delete(s.byOwner, o)
+		s.own(o.owner, o.Compiled)
+		if o.Name == "" {
+			delete(s.byOwner, o.owner)
 		} else {
-			s.byOwner[o] = dirty[o]
+			s.byOwner[o.owner] = o.Compiled
 		}
 	}
 	_ = s.flush() // its errors are those of the entries below, or of retry
@@ -169,22 +169,29 @@ func (s *services) apply(dirty map[service.Owner]service.Compiled) (again []serv
 		}
 	})
 	for _, o := range order {
-		for _, a := range dirty[o].Addrs {
-			fail(o, s.frontends.Err(service.OwnerKey(a)))
+		for _, a := range o.Addrs {
+			fail(o.owner, s.frontends.Err(service.OwnerKey(a)))
 		}
 	}
 	return again, errs
 }
 
+// ordered is an owner of a round with what it compiled to; that of one which
+// is removed has no owner in it.
+type ordered struct {
+	owner service.Owner
+	service.Compiled
+}
+
 // inOrder sorts owners: removed ones, then by age, then by name.
-func inOrder(dirty map[service.Owner]service.Compiled) []service.Owner {
-	out := make([]service.Owner, 0, len(dirty))
-	for o := range dirty {
-		out = append(out, o)
+func inOrder(dirty map[service.Owner]service.Compiled) []ordered {
+	out := make([]ordered, 0, len(dirty))
+	for o, c := range dirty {
+		out = append(out, ordered{o, c})
 	}
-	slices.SortFunc(out, func(a, b service.Owner) int {
-		return cmp.Or(dirty[a].Created.Compare(dirty[b].Created),
-			cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name), cmp.Compare(a.Kind, b.Kind))
+	slices.SortFunc(out, func(a, b ordered) int {
+		return cmp.Or(a.Created.Compare(b.Created), cmp.Compare(a.owner.Namespace, b.owner.Namespace),
+			cmp.Compare(a.owner.Name, b.owner.Name), cmp.Compare(a.owner.Kind, b.owner.Kind))
 	})
 	return out
 }

@@ -75,7 +75,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	case isWatch:
 		s.watch(w, req, r, initial)
 	default:
-		s.list(w, r)
+		s.list(w, req, r)
 	}
 }
 
@@ -106,28 +106,26 @@ func fmtStatus(w http.ResponseWriter, err *apierrors.StatusError) {
 	_ = json.NewEncoder(w).Encode(st) // the client may have gone
 }
 
-func (r *resource) snapshot() []Object {
-	out := make([]Object, 0, len(r.objects))
+func (r *resource) snapshot() []*served {
+	out := make([]*served, 0, len(r.objects))
 	for _, key := range slices.Sorted(maps.Keys(r.objects)) {
 		out = append(out, r.objects[key])
 	}
 	return out
 }
 
-func (s *Server) list(w http.ResponseWriter, r *resource) {
+func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource) {
 	s.mu.Lock()
-	body, err := json.Marshal(map[string]any{
-		"apiVersion": r.apiVersion,
-		"kind":       r.kind + "List",
-		"metadata":   metav1.ListMeta{ResourceVersion: strconv.FormatUint(s.version, 10)},
-		"items":      r.snapshot(),
-	})
+	f := formatOf(req, s.protobuf)
+	objs := r.snapshot()
+	version := strconv.FormatUint(s.version, 10)
 	s.mu.Unlock()
+	body, err := f.list(r, objs, version)
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusInternalServerError)
 		return
 	}
-	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Content-Type", f.contentType)
 	_, _ = w.Write(body) // the client may have gone
 	s.update(func() { r.lists++ })
 }
@@ -142,6 +140,7 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 		fmtStatus(w, apierrors.NewInvalid(r.gvk().GroupKind(), "", nil))
 		return
 	}
+	f := formatOf(req, s.protobuf)
 	from := s.version
 	var first []event
 	if initial || rv == "" || rv == "0" {
@@ -149,7 +148,7 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 			first = append(first, event{0, watch.Added, o})
 		}
 		if initial && q.Get("allowWatchBookmarks") == "true" {
-			first = append(first, event{0, watch.Bookmark, s.bookmark(r)})
+			first = append(first, event{0, watch.Bookmark, &served{obj: s.bookmark(r)}})
 		}
 	} else {
 		v, err := strconv.ParseUint(rv, 10, 64)
@@ -172,44 +171,61 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 		r.open++
 	})
 	defer s.update(func() { r.open-- })
-	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Content-Type", f.streamType)
 	w.WriteHeader(http.StatusOK)
 	flush := w.(http.Flusher).Flush
 	flush()
-	send := func(what watch.EventType, obj any) bool {
-		err := json.NewEncoder(w).Encode(map[string]any{"type": what, "object": obj})
-		flush()
-		return err == nil
-	}
-	for _, e := range first {
-		if !send(e.what, e.obj) {
-			return
+	// What there is at once goes out together.
+	send := func(events ...event) bool {
+		defer flush()
+		for _, e := range events {
+			obj, err := e.obj.encoded(f)
+			if err != nil {
+				panic(fmt.Sprintf("fakeapi: %s %s: %v", r.kind, e.obj.obj.GetName(), err))
+			}
+			frame, err := f.frame(e.what, obj)
+			if err == nil {
+				_, err = w.Write(frame)
+			}
+			if err != nil {
+				return false
+			}
 		}
+		return true
+	}
+	if !send(first...) {
+		return
 	}
 	for {
 		s.mu.Lock()
 		gone := from < r.dropped
 		var events []event
 		if !r.holdEvents && !gone {
-			for _, e := range r.log {
-				if e.version > from {
-					events = append(events, e)
-				}
+			// Only the end of a log that grows is new.
+			at := len(r.log)
+			for at > 0 && r.log[at-1].version > from {
+				at--
 			}
+			events = slices.Clone(r.log[at:])
 		}
 		changed := s.changed
 		s.mu.Unlock()
 		if gone {
 			st := apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d", from)).Status()
 			st.Kind, st.APIVersion = "Status", "v1"
-			send(watch.Error, st)
+			if obj, err := f.encode(&st); err == nil {
+				if frame, err := f.frame(watch.Error, obj); err == nil {
+					_, _ = w.Write(frame)
+					flush()
+				}
+			}
 			return
 		}
-		for _, e := range events {
-			if !send(e.what, e.obj) {
+		if len(events) > 0 {
+			if !send(events...) {
 				return
 			}
-			from = e.version
+			from = events[len(events)-1].version
 		}
 		select {
 		case <-changed:

@@ -2,6 +2,8 @@ package fakeapi
 
 import (
 	"fmt"
+	"net"
+	"net/http"
 	"net/http/httptest"
 	"slices"
 	"strconv"
@@ -46,12 +48,13 @@ type Server struct {
 	version   uint64
 	resources map[string]*resource
 	watchList bool
+	protobuf  bool
 }
 
 // resource is the state of one kind.
 type resource struct {
 	apiVersion, kind string
-	objects          map[string]Object // by namespace/name
+	objects          map[string]*served // by namespace/name
 	log              []event
 	dropped          uint64 // newest version that is no longer in log
 	fail             int    // HTTP status that requests get, 0 for none
@@ -66,13 +69,24 @@ type resource struct {
 type event struct {
 	version uint64
 	what    watch.EventType
-	obj     Object
+	obj     *served
 }
 
 // New starts a server that ends with the test.
 func New(t testing.TB) *Server {
 	t.Helper()
-	s := &Server{changed: make(chan struct{}), version: 1, watchList: true, resources: map[string]*resource{}}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := Start(l)
+	t.Cleanup(s.Close)
+	return s
+}
+
+// Start starts a server on a listener; Close ends both.
+func Start(l net.Listener) *Server {
+	s := &Server{changed: make(chan struct{}), version: 1, watchList: true, protobuf: true, resources: map[string]*resource{}}
 	for name, r := range map[string]resource{
 		Nodes:           {apiVersion: "v1", kind: "Node"},
 		Namespaces:      {apiVersion: "v1", kind: "Namespace"},
@@ -82,24 +96,27 @@ func New(t testing.TB) *Server {
 		NetworkPolicies: {apiVersion: "networking.k8s.io/v1", kind: "NetworkPolicy"},
 		ServiceCIDRs:    {apiVersion: "networking.k8s.io/v1", kind: "ServiceCIDR"},
 	} {
-		r.objects = map[string]Object{}
+		r.objects = map[string]*served{}
 		r.cut = make(chan struct{})
 		s.resources[name] = &r
 	}
-	s.http = httptest.NewServer(s)
+	s.http = &httptest.Server{Listener: l, Config: &http.Server{Handler: s}}
+	s.http.Start()
 	s.URL = s.http.URL
-	t.Cleanup(func() {
-		s.update(func() {
-			for _, r := range s.resources {
-				r.holdLists, r.holdWatches, r.holdEvents = false, false, false
-				close(r.cut)
-				r.cut = make(chan struct{})
-			}
-		})
-		s.http.CloseClientConnections()
-		s.http.Close()
-	})
 	return s
+}
+
+// Close lets go of what is held back and ends the server.
+func (s *Server) Close() {
+	s.update(func() {
+		for _, r := range s.resources {
+			r.holdLists, r.holdWatches, r.holdEvents = false, false, false
+			close(r.cut)
+			r.cut = make(chan struct{})
+		}
+	})
+	s.http.CloseClientConnections()
+	s.http.Close()
 }
 
 // Config is a client configuration for the server.
@@ -180,12 +197,11 @@ func (s *Server) Put(objs ...Object) {
 			switch {
 			case o.GetUID() != "":
 			case old != nil:
-				o.SetUID(old.GetUID())
+				o.SetUID(old.obj.GetUID())
 			default:
 				o.SetUID(uid(s.version))
 			}
-			s.record(r, what, o)
-			r.objects[keyOf(o)] = o
+			r.objects[keyOf(o)] = s.record(r, what, o)
 		}
 	})
 }
@@ -200,16 +216,18 @@ func (s *Server) Delete(objs ...Object) {
 				panic(fmt.Sprintf("fakeapi: delete %s %s: no such object", r.kind, keyOf(o)))
 			}
 			s.version++
-			s.record(r, watch.Deleted, old.DeepCopyObject().(Object))
+			s.record(r, watch.Deleted, old.obj.DeepCopyObject().(Object))
 			delete(r.objects, keyOf(o))
 		}
 	})
 }
 
-func (s *Server) record(r *resource, what watch.EventType, o Object) {
+func (s *Server) record(r *resource, what watch.EventType, o Object) *served {
 	o.SetResourceVersion(strconv.FormatUint(s.version, 10))
 	o.GetObjectKind().SetGroupVersionKind(r.gvk())
-	r.log = append(r.log, event{s.version, what, o})
+	e := event{s.version, what, &served{obj: o}}
+	r.log = append(r.log, e)
+	return e.obj
 }
 
 // HoldLists keeps lists, streamed or plain, of the resources (all, if none is
@@ -264,6 +282,9 @@ func (s *Server) Fail(status int, resources ...string) {
 
 // SetWatchList sets whether the server can stream lists; it can at first.
 func (s *Server) SetWatchList(on bool) { s.update(func() { s.watchList = on }) }
+
+// SetProtobuf sets whether the server speaks protobuf; it does at first.
+func (s *Server) SetProtobuf(on bool) { s.update(func() { s.protobuf = on }) }
 
 // Stats are the requests that a resource has answered.
 type Stats struct {

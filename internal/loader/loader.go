@@ -92,8 +92,7 @@ func Load(ctx context.Context, cfg Config) (*Datapath, error) {
 	if err := d.dropIncompatible(); err != nil {
 		return nil, err
 	}
-	opts := &ebpf.CollectionOptions{Maps: ebpf.MapOptions{PinPath: mapsDir(cfg.BPFFS)}}
-	if err := spec.LoadAndAssign(&d.objs, opts); err != nil {
+	if err := loadInto(spec, mapsDir(cfg.BPFFS), &d.objs); err != nil {
 		return nil, fmt.Errorf("load datapath into the kernel: %w", verifierDetail(err))
 	}
 	d.set = maps.NewSet(&d.objs.DpMaps)
@@ -178,8 +177,7 @@ func (d *Datapath) SetOverlay(ctx context.Context, ifindex int) error {
 		return err
 	}
 	var objs bpf.DpObjects
-	opts := &ebpf.CollectionOptions{Maps: ebpf.MapOptions{PinPath: mapsDir(cfg.BPFFS)}}
-	if err := spec.LoadAndAssign(&objs, opts); err != nil {
+	if err := loadInto(spec, mapsDir(cfg.BPFFS), &objs); err != nil {
 		return fmt.Errorf("load datapath for tunnel device %d: %w", ifindex, verifierDetail(err))
 	}
 	old := d.objs.DpPrograms

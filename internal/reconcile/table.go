@@ -22,14 +22,20 @@ type Store[K comparable, V any] interface {
 	TryDeleteAll([]K) map[K]error
 }
 
-// Table is the desired and the actual state of one map.
+// Table is the desired and the actual state of one map. Where the two are the
+// same, which is nearly everywhere, the entry is kept once.
 type Table[K comparable, V comparable] struct {
-	store   Store[K, V]
-	desired map[K]V
-	actual  map[K]V
-	dirty   map[K]struct{} // where the two may differ
-	failed  map[K]failure
-	now     func() time.Time
+	store  Store[K, V]
+	actual map[K]V
+	dirty  map[K]want[V] // where the desired state may be another
+	failed map[K]failure
+	now    func() time.Time
+}
+
+// want is a desired entry; not there: none is.
+type want[V comparable] struct {
+	v     V
+	there bool
 }
 
 type failure struct {
@@ -73,12 +79,11 @@ func (r Result[K]) Touched() []K {
 // New makes a table over an empty shadow; call [Table.Load] to read the map.
 func New[K comparable, V comparable](store Store[K, V]) *Table[K, V] {
 	return &Table[K, V]{
-		store:   store,
-		desired: make(map[K]V),
-		actual:  make(map[K]V),
-		dirty:   make(map[K]struct{}),
-		failed:  make(map[K]failure),
-		now:     time.Now,
+		store:  store,
+		actual: make(map[K]V),
+		dirty:  make(map[K]want[V]),
+		failed: make(map[K]failure),
+		now:    time.Now,
 	}
 }
 
@@ -89,65 +94,66 @@ func (t *Table[K, V]) Load() error {
 	if err != nil {
 		return fmt.Errorf("adopt what is in the map: %w", err)
 	}
+	for k, v := range t.actual { // desired so far
+		if _, ok := t.dirty[k]; !ok {
+			t.dirty[k] = want[V]{v, true}
+		}
+	}
 	t.actual = actual
 	for k := range actual {
-		t.dirty[k] = struct{}{}
-	}
-	for k := range t.desired {
-		t.dirty[k] = struct{}{}
+		if _, ok := t.dirty[k]; !ok {
+			t.dirty[k] = want[V]{}
+		}
 	}
 	return nil
 }
 
-// Desire replaces the whole desired state. The table keeps the map given.
+// Desire replaces the whole desired state.
 func (t *Table[K, V]) Desire(desired map[K]V) {
 	for k, v := range desired {
-		if old, ok := t.actual[k]; !ok || old != v {
-			t.dirty[k] = struct{}{}
-		}
-		if old, ok := t.desired[k]; !ok || old != v {
+		if old, ok := t.Desired(k); !ok || old != v {
+			t.Set(k, v)
 			delete(t.failed, k) // another value: worth a try at once
 		}
 	}
 	for k := range t.actual {
 		if _, ok := desired[k]; !ok {
-			t.dirty[k] = struct{}{}
+			t.Delete(k)
 		}
 	}
-	if desired == nil {
-		desired = make(map[K]V)
+	for k := range t.dirty {
+		if _, ok := desired[k]; !ok {
+			t.Delete(k)
+		}
 	}
-	t.desired = desired
 }
 
 // Set desires one entry, without looking at the others.
 func (t *Table[K, V]) Set(k K, v V) {
-	if old, ok := t.desired[k]; ok && old != v {
+	if old, ok := t.Desired(k); ok && old != v {
 		delete(t.failed, k)
 	}
-	t.desired[k] = v
-	t.touch(k)
+	t.touch(k, want[V]{v, true})
 }
 
 // touch marks a key. A map that was large once is slow to walk when it is
 // nearly empty: it begins anew when it is empty.
-func (t *Table[K, V]) touch(k K) {
+func (t *Table[K, V]) touch(k K, w want[V]) {
 	if len(t.dirty) == 0 {
-		t.dirty = make(map[K]struct{})
+		t.dirty = make(map[K]want[V])
 	}
-	t.dirty[k] = struct{}{}
+	t.dirty[k] = w
 }
 
 // Delete desires that an entry is gone.
-func (t *Table[K, V]) Delete(k K) {
-	delete(t.desired, k)
-	t.touch(k)
-}
+func (t *Table[K, V]) Delete(k K) { t.touch(k, want[V]{}) }
 
 // Desired is what is asked for under a key.
 func (t *Table[K, V]) Desired(k K) (V, bool) {
-	v, ok := t.desired[k]
-	return v, ok
+	if w, ok := t.dirty[k]; ok {
+		return w.v, w.there
+	}
+	return t.Actual(k)
 }
 
 // Actual is what the map holds under a key.
@@ -170,9 +176,9 @@ func (t *Table[K, V]) Len() int { return len(t.actual) }
 func (t *Table[K, V]) Upsert() Result[K] {
 	now := t.now()
 	var puts map[K]V
-	for k := range t.dirty {
-		v, ok := t.desired[k]
-		if !ok {
+	for k, w := range t.dirty {
+		v := w.v
+		if !w.there {
 			continue
 		}
 		if old, ok := t.actual[k]; ok && old == v {
@@ -214,8 +220,8 @@ func (t *Table[K, V]) Upsert() Result[K] {
 func (t *Table[K, V]) Prune() Result[K] {
 	now := t.now()
 	var keys []K
-	for k := range t.dirty {
-		if _, ok := t.desired[k]; ok {
+	for k, w := range t.dirty {
+		if w.there {
 			continue
 		}
 		if _, ok := t.actual[k]; !ok {

@@ -75,14 +75,30 @@ func trimNode(n *corev1.Node) *corev1.Node {
 	return out
 }
 
+// trimLabels keeps the labels that services and slices are read by.
+func trimLabels(all map[string]string) (out map[string]string) {
+	for _, name := range []string{discoveryv1.LabelServiceName, "service.kubernetes.io/service-proxy-name", corev1.IsHeadlessService} {
+		if value, ok := all[name]; ok {
+			if out == nil {
+				out = make(map[string]string, 1)
+			}
+			out[name] = value
+		}
+	}
+	return out
+}
+
 func trimService(s *corev1.Service) *corev1.Service {
 	out := &corev1.Service{ObjectMeta: trimMeta(s.ObjectMeta), Spec: s.Spec}
+	out.Labels = trimLabels(s.Labels)
+	out.Spec.Selector = nil
 	out.Status.LoadBalancer = s.Status.LoadBalancer
 	return out
 }
 
 func trimSlice(s *discoveryv1.EndpointSlice) *discoveryv1.EndpointSlice {
 	out := &discoveryv1.EndpointSlice{ObjectMeta: trimMeta(s.ObjectMeta), AddressType: s.AddressType, Ports: s.Ports}
+	out.Labels = trimLabels(s.Labels)
 	if at, ok := s.Annotations[corev1.EndpointsLastChangeTriggerTime]; ok {
 		if out.Annotations == nil {
 			out.Annotations = map[string]string{}
@@ -92,8 +108,21 @@ func trimSlice(s *discoveryv1.EndpointSlice) *discoveryv1.EndpointSlice {
 	if s.Endpoints != nil {
 		out.Endpoints = make([]discoveryv1.Endpoint, len(s.Endpoints))
 	}
+	// Endpoints share the values of their conditions, which nobody writes.
+	yes, no := true, false
+	share := func(p *bool) *bool {
+		switch {
+		case p == nil:
+			return nil
+		case *p:
+			return &yes
+		}
+		return &no
+	}
 	for i, e := range s.Endpoints {
-		e.DeprecatedTopology = nil
+		e.DeprecatedTopology, e.TargetRef, e.Hostname = nil, nil, nil
+		c := &e.Conditions
+		c.Ready, c.Serving, c.Terminating = share(c.Ready), share(c.Serving), share(c.Terminating)
 		out.Endpoints[i] = e
 	}
 	return out

@@ -102,21 +102,30 @@ func (n *Node) agentArgs() []string {
 
 // StartAgent starts the node's agent and waits until it is ready.
 func (n *Node) StartAgent(ctx context.Context) error {
+	p, err := n.SpawnAgent()
+	if err != nil {
+		return err
+	}
+	return n.waitReady(ctx, p)
+}
+
+// SpawnAgent starts the node's agent.
+func (n *Node) SpawnAgent() (*Process, error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.agent != nil {
 		select {
 		case <-n.agent.done:
 		default:
-			return fmt.Errorf("agent of %s is already running", n.NodeName)
+			return nil, fmt.Errorf("agent of %s is already running", n.NodeName)
 		}
 	}
 	p, err := n.startLogged(n.AgentLog(), n.agentArgs())
 	if err != nil {
-		return err
+		return nil, err
 	}
 	n.agent = p
-	return n.waitReady(ctx, p)
+	return p, nil
 }
 
 // startLogged starts a program whose output goes to the end of a file. It

@@ -1,16 +1,14 @@
 package main
 
 import (
-	"encoding/json"
 	"fmt"
 	"io"
-	"os"
 	"runtime"
 	"slices"
 	"text/tabwriter"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"github.com/podweir/podweir/test/bench/report"
 )
 
 // results are all samples of a run and what was made of them.
@@ -51,21 +49,13 @@ type spread struct {
 }
 
 func newResults(o options, modes []mode, loads []workload) *results {
-	r := &results{Kernel: kernelRelease(), CPUs: runtime.NumCPU(), Family: o.family, Builds: o.builds, Repeats: o.repeats, Time: time.Now().UTC(), modes: modes, loads: loads}
+	r := &results{Kernel: report.KernelRelease(), CPUs: runtime.NumCPU(), Family: o.family, Builds: o.builds, Repeats: o.repeats, Time: time.Now().UTC(), modes: modes, loads: loads}
 	for _, w := range loads {
 		for _, m := range modes {
 			r.Rows = append(r.Rows, &row{Mode: m.name, Workload: w.name, Unit: w.unit, Against: m.against})
 		}
 	}
 	return r
-}
-
-func kernelRelease() string {
-	var u unix.Utsname
-	if err := unix.Uname(&u); err != nil {
-		return "unknown"
-	}
-	return unix.ByteSliceToString(u.Release[:])
 }
 
 func (r *results) rounds() int { return len(r.loads) * r.Builds * r.Repeats }
@@ -92,16 +82,6 @@ func (r *results) add(mode, workload string, s sample) {
 	w.Rounds = append(w.Rounds, s)
 }
 
-// quantile of sorted values, interpolated.
-func quantile(sorted []float64, q float64) float64 {
-	at := q * float64(len(sorted)-1)
-	i := int(at)
-	if i+1 == len(sorted) {
-		return sorted[i]
-	}
-	return sorted[i] + (at-float64(i))*(sorted[i+1]-sorted[i])
-}
-
 func (w *row) medians() []float64 {
 	var out []float64
 	for _, s := range w.Rounds {
@@ -119,14 +99,14 @@ func ratio(w, base *row) *spread {
 		all = append(all, s.P50/base.Rounds[i].P50)
 	}
 	slices.Sort(all)
-	return &spread{quantile(all, 0.5), quantile(all, 0.25), quantile(all, 0.75)}
+	return &spread{report.Quantile(all, 0.5), report.Quantile(all, 0.25), report.Quantile(all, 0.75)}
 }
 
 func (r *results) finish() {
 	for _, w := range r.Rows {
 		all := w.medians()
 		slices.Sort(all)
-		w.Median, w.Min, w.Max = quantile(all, 0.5), all[0], all[len(all)-1]
+		w.Median, w.Min, w.Max = report.Quantile(all, 0.5), all[0], all[len(all)-1]
 		w.Ratio = ratio(w, r.row(baseline, w.Workload))
 		if w.Against != "" {
 			w.OwnRatio = ratio(w, r.row(w.Against, w.Workload))
@@ -176,10 +156,4 @@ func (r *results) table(out io.Writer, title string, own bool, cell func(*row) s
 	fmt.Fprintln(out)
 }
 
-func (r *results) write(path string) error {
-	data, err := json.MarshalIndent(r, "", "  ")
-	if err != nil {
-		return err
-	}
-	return os.WriteFile(path, append(data, '\n'), 0o644)
-}
+func (r *results) write(path string) error { return report.WriteJSON(path, r) }

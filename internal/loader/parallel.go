@@ -1,0 +1,58 @@
+package loader
+
+import (
+	"runtime"
+	"sync"
+
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/btf"
+
+	"github.com/podweir/podweir/internal/bpf"
+)
+
+// loadInto makes the maps, or takes the pinned ones, and loads the programs, as
+// many at a time as there are CPUs: most of an agent's start is the verifier's.
+func loadInto(spec *ebpf.CollectionSpec, pins string, objs *bpf.DpObjects) (err error) {
+	cache := btf.NewCache()
+	only := func(programs map[string]*ebpf.ProgramSpec) *ebpf.CollectionSpec {
+		s := spec.Copy()
+		s.Programs = programs
+		return s
+	}
+	all, err := ebpf.NewCollectionWithOptions(only(nil), ebpf.CollectionOptions{
+		Maps: ebpf.MapOptions{PinPath: pins}, Cache: cache,
+	})
+	if err != nil {
+		return err
+	}
+	defer all.Close() // what objs has not taken
+	var (
+		mu   sync.Mutex
+		wg   sync.WaitGroup
+		free = make(chan struct{}, runtime.GOMAXPROCS(0))
+	)
+	for name, p := range spec.Programs {
+		wg.Go(func() {
+			free <- struct{}{}
+			defer func() { <-free }()
+			c, e := ebpf.NewCollectionWithOptions(only(map[string]*ebpf.ProgramSpec{name: p.Copy()}), ebpf.CollectionOptions{
+				MapReplacements: all.Maps, Cache: cache,
+			})
+			mu.Lock()
+			defer mu.Unlock()
+			if e != nil {
+				if err == nil {
+					err = e
+				}
+				return
+			}
+			all.Programs[name] = c.DetachProgram(name)
+			c.Close()
+		})
+	}
+	wg.Wait()
+	if err != nil {
+		return err
+	}
+	return all.Assign(objs)
+}
