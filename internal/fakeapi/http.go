@@ -75,7 +75,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	case isWatch:
 		s.watch(w, req, r, initial)
 	default:
-		s.list(w, r)
+		s.list(w, req, r)
 	}
 }
 
@@ -114,13 +114,33 @@ func (r *resource) snapshot() []Object {
 	return out
 }
 
-func (s *Server) list(w http.ResponseWriter, r *resource) {
+// list answers with all objects, or with a first page if the rest is held.
+// Nothing may change between two pages.
+func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource) {
+	first := 0
+	if from := req.URL.Query().Get("continue"); from != "" {
+		if !s.wait(req, func() bool { return r.part > 0 }) {
+			return
+		}
+		var err error
+		if first, err = strconv.Atoi(from); err != nil {
+			fmtStatus(w, apierrors.NewBadRequest("continue "+from))
+			return
+		}
+	}
 	s.mu.Lock()
+	meta := metav1.ListMeta{ResourceVersion: strconv.FormatUint(s.version, 10)}
+	items := r.snapshot()[first:]
+	part := first == 0 && r.part > 0 && r.part < len(items)
+	if part {
+		items = items[:r.part]
+		meta.Continue = strconv.Itoa(r.part)
+	}
 	body, err := json.Marshal(map[string]any{
 		"apiVersion": r.apiVersion,
 		"kind":       r.kind + "List",
-		"metadata":   metav1.ListMeta{ResourceVersion: strconv.FormatUint(s.version, 10)},
-		"items":      r.snapshot(),
+		"metadata":   meta,
+		"items":      items,
 	})
 	s.mu.Unlock()
 	if err != nil {
@@ -129,7 +149,13 @@ func (s *Server) list(w http.ResponseWriter, r *resource) {
 	}
 	w.Header().Set("Content-Type", "application/json")
 	_, _ = w.Write(body) // the client may have gone
-	s.update(func() { r.lists++ })
+	s.update(func() {
+		if part {
+			r.begun++
+		} else {
+			r.lists++
+		}
+	})
 }
 
 func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, initial bool) {
@@ -160,13 +186,11 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 		}
 		from = v
 	}
-	cut := r.cut
+	cut, part := r.cut, r.part
 	s.mu.Unlock()
 
 	s.update(func() {
-		if initial {
-			r.lists++
-		} else {
+		if !initial {
 			r.watches++
 		}
 		r.open++
@@ -181,10 +205,19 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 		flush()
 		return err == nil
 	}
-	for _, e := range first {
+	for i, e := range first {
+		if initial && part > 0 && i == part {
+			s.update(func() { r.begun++ })
+			if !s.wait(req, func() bool { return r.part > 0 }) {
+				return
+			}
+		}
 		if !send(e.what, e.obj) {
 			return
 		}
+	}
+	if initial {
+		s.update(func() { r.lists++ })
 	}
 	for {
 		s.mu.Lock()
