@@ -8,8 +8,9 @@
 //     gets the next resource version. There is no validation and no
 //     defaulting.
 //   - List, watch, bookmarks at the end of initial events (WatchList) and
-//     410 Gone behave as in Kubernetes. Limits are ignored: a list is whole.
+//     410 Gone behave as in Kubernetes. Limits are ignored: a list is whole,
+//     unless a test wants it in two parts.
 //   - Trouble is made on purpose only: lists and watches held back, watches
-//     cut, history forgotten, kinds missing. Requests can be awaited, so that
-//     a test never sleeps.
+//     cut, history forgotten, kinds missing, the whole server gone from an
+//     address. Requests can be awaited, so that a test never sleeps.
 package fakeapi

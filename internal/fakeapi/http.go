@@ -114,20 +114,44 @@ func (r *resource) snapshot() []*served {
 	return out
 }
 
+// list answers with all objects, or with a first page if the rest is held.
+// Nothing may change between two pages.
 func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource) {
+	first := 0
+	if from := req.URL.Query().Get("continue"); from != "" {
+		if !s.wait(req, func() bool { return r.part > 0 }) {
+			return
+		}
+		var err error
+		if first, err = strconv.Atoi(from); err != nil {
+			fmtStatus(w, apierrors.NewBadRequest("continue "+from))
+			return
+		}
+	}
 	s.mu.Lock()
 	f := formatOf(req, s.protobuf)
-	objs := r.snapshot()
-	version := strconv.FormatUint(s.version, 10)
+	meta := metav1.ListMeta{ResourceVersion: strconv.FormatUint(s.version, 10)}
+	objs := r.snapshot()[first:]
+	part := first == 0 && r.part > 0 && r.part < len(objs)
+	if part {
+		objs = objs[:r.part]
+		meta.Continue = strconv.Itoa(r.part)
+	}
 	s.mu.Unlock()
-	body, err := f.list(r, objs, version)
+	body, err := f.list(r, objs, meta)
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusInternalServerError)
 		return
 	}
 	w.Header().Set("Content-Type", f.contentType)
 	_, _ = w.Write(body) // the client may have gone
-	s.update(func() { r.lists++ })
+	s.update(func() {
+		if part {
+			r.begun++
+		} else {
+			r.lists++
+		}
+	})
 }
 
 func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, initial bool) {
@@ -159,13 +183,11 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 		}
 		from = v
 	}
-	cut := r.cut
+	cut, part := r.cut, r.part
 	s.mu.Unlock()
 
 	s.update(func() {
-		if initial {
-			r.lists++
-		} else {
+		if !initial {
 			r.watches++
 		}
 		r.open++
@@ -193,8 +215,21 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 		}
 		return true
 	}
+	if initial && part > 0 && part < len(first) {
+		if !send(first[:part]...) {
+			return
+		}
+		first = first[part:]
+		s.update(func() { r.begun++ })
+		if !s.wait(req, func() bool { return r.part > 0 }) {
+			return
+		}
+	}
 	if !send(first...) {
 		return
+	}
+	if initial {
+		s.update(func() { r.lists++ })
 	}
 	for {
 		s.mu.Lock()

@@ -1,6 +1,7 @@
 package fakeapi
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -61,7 +62,9 @@ type resource struct {
 	holdLists        bool
 	holdWatches      bool // no watch is answered
 	holdEvents       bool // watches are answered, but nothing is sent
+	part             int  // so many objects of a list are sent, the rest is held; 0 = whole
 	lists, watches   int  // requests answered so far
+	begun            int  // lists of which a part was sent
 	cut              chan struct{}
 	open             int // watches
 }
@@ -110,13 +113,35 @@ func Start(l net.Listener) *Server {
 func (s *Server) Close() {
 	s.update(func() {
 		for _, r := range s.resources {
-			r.holdLists, r.holdWatches, r.holdEvents = false, false, false
+			r.holdLists, r.holdWatches, r.holdEvents, r.part = false, false, false, 0
 			close(r.cut)
 			r.cut = make(chan struct{})
 		}
 	})
 	s.http.CloseClientConnections()
 	s.http.Close()
+}
+
+// Serve answers on a further address, such as one inside a network namespace,
+// until stop: that ends its connections, too, as the end of a process would.
+func (s *Server) Serve(t testing.TB, l net.Listener) (stop func()) {
+	t.Helper()
+	h := &http.Server{Handler: s}
+	ended := make(chan error, 1)
+	go func() { ended <- h.Serve(l) }()
+	var once sync.Once
+	stop = func() {
+		once.Do(func() {
+			if err := h.Close(); err != nil {
+				t.Errorf("fakeapi: stop serving on %s: %v", l.Addr(), err)
+			}
+			if err := <-ended; !errors.Is(err, http.ErrServerClosed) {
+				t.Errorf("fakeapi: serve on %s: %v", l.Addr(), err)
+			}
+		})
+	}
+	t.Cleanup(stop)
+	return stop
 }
 
 // Config is a client configuration for the server.
@@ -237,7 +262,14 @@ func (s *Server) HoldLists(resources ...string) {
 }
 
 func (s *Server) ReleaseLists(resources ...string) {
-	s.on(resources, func(r *resource) { r.holdLists = false })
+	s.on(resources, func(r *resource) { r.holdLists, r.part = false, 0 })
+}
+
+// HoldListsAfter has lists begin with so many objects, one at least: a plain
+// list as a first page, a streamed one as its first events. The rest waits for
+// ReleaseLists.
+func (s *Server) HoldListsAfter(objects int, resources ...string) {
+	s.on(resources, func(r *resource) { r.part = objects })
 }
 
 // HoldWatches keeps new watches unanswered until ReleaseWatches.
@@ -289,6 +321,7 @@ func (s *Server) SetProtobuf(on bool) { s.update(func() { s.protobuf = on }) }
 // Stats are the requests that a resource has answered.
 type Stats struct {
 	Lists   int // plain and streamed
+	Begun   int // lists of which a part was sent
 	Watches int // without initial events
 	Open    int // watches now
 }
@@ -300,7 +333,7 @@ func (s *Server) Await(t testing.TB, resource string, ok func(Stats) bool) Stats
 	for {
 		s.mu.Lock()
 		r := s.resources[resource]
-		st := Stats{r.lists, r.watches, r.open}
+		st := Stats{r.lists, r.begun, r.watches, r.open}
 		changed := s.changed
 		s.mu.Unlock()
 		if ok(st) {

@@ -95,7 +95,7 @@ func (s *served) encoded(f *format) ([]byte, error) {
 }
 
 // list makes the answer to a plain list.
-func (f *format) list(r *resource, objs []*served, version string) ([]byte, error) {
+func (f *format) list(r *resource, objs []*served, at metav1.ListMeta) ([]byte, error) {
 	if f == &jsonFormat {
 		items := make([]json.RawMessage, 0, len(objs))
 		for _, o := range objs {
@@ -108,7 +108,7 @@ func (f *format) list(r *resource, objs []*served, version string) ([]byte, erro
 		return json.Marshal(map[string]any{
 			"apiVersion": r.apiVersion,
 			"kind":       r.kind + "List",
-			"metadata":   metav1.ListMeta{ResourceVersion: version},
+			"metadata":   at,
 			"items":      items,
 		})
 	}
@@ -127,7 +127,8 @@ func (f *format) list(r *resource, objs []*served, version string) ([]byte, erro
 	if err != nil {
 		return nil, err
 	}
-	access.SetResourceVersion(version)
+	access.SetResourceVersion(at.ResourceVersion)
+	access.SetContinue(at.Continue)
 	list.GetObjectKind().SetGroupVersionKind(r.gvk().GroupVersion().WithKind(r.kind + "List"))
 	return f.encode(list)
 }

@@ -21,10 +21,15 @@ type Capture struct {
 	name string
 
 	mu      sync.Mutex
+	missed  uint64
 	packets []*Packet
 	more    chan struct{} // closed and replaced at each packet
 	err     error         // why it ended
 }
+
+// captureBuffer holds what comes while the reader gets no CPU: a minute's
+// worth of what tests send. It is a limit; only what waits takes memory.
+const captureBuffer = 256 << 20
 
 // Capture starts recording on a device of the namespace. When it returns,
 // the socket sees every frame from now on.
@@ -44,7 +49,7 @@ func (n *Netns) Capture(ctx context.Context, device string) (*Capture, error) {
 		// Auxiliary data tells which checksums a device was still to fill in.
 		return errors.Join(
 			unix.SetsockoptInt(fd, unix.SOL_PACKET, unix.PACKET_AUXDATA, 1),
-			unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 16<<20),
+			unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, captureBuffer),
 			unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: proto, Ifindex: ifi.Index}),
 			unix.SetsockoptPacketMreq(fd, unix.SOL_PACKET, unix.PACKET_ADD_MEMBERSHIP,
 				&unix.PacketMreq{Ifindex: int32(ifi.Index), Type: unix.PACKET_MR_PROMISC}),
@@ -129,6 +134,28 @@ func (c *Capture) Packets() []*Packet {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return append([]*Packet(nil), c.packets...)
+}
+
+// Missed says how many frames found no room in the buffer and are not among
+// the recorded ones, though the device saw them. It needs an open capture.
+func (c *Capture) Missed() (uint64, error) {
+	raw, err := c.file.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	var serr error
+	err = raw.Control(func(fd uintptr) {
+		var st *unix.TpacketStats // since the last time it was asked for
+		if st, serr = unix.GetsockoptTpacketStats(int(fd), unix.SOL_PACKET, unix.PACKET_STATISTICS); serr == nil {
+			c.missed += uint64(st.Drops)
+		}
+	})
+	if err = errors.Join(err, serr); err != nil {
+		return 0, fmt.Errorf("statistics of the capture on %s: %w", c.name, err)
+	}
+	return c.missed, nil
 }
 
 // Find waits for the first recorded packet that matches, past or future.

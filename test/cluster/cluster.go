@@ -190,6 +190,21 @@ func (c *Cluster) KillAgents(ctx context.Context) error {
 	return c.eachNode(func(n *Node) error { return n.KillAgent(ctx) })
 }
 
+// StopAgents ends every agent in an orderly way.
+func (c *Cluster) StopAgents(ctx context.Context) error {
+	return c.eachNode(func(n *Node) error { return n.StopAgent(ctx) })
+}
+
+// BeginAgents starts every node's agent and waits until all of them answer.
+func (c *Cluster) BeginAgents(ctx context.Context) error {
+	return c.eachNode(func(n *Node) error { return n.BeginAgent(ctx) })
+}
+
+// AwaitReady waits until every running agent is ready.
+func (c *Cluster) AwaitReady(ctx context.Context) error {
+	return c.eachNode(func(n *Node) error { return n.waitReady(ctx, n.Agent()) })
+}
+
 func (c *Cluster) eachNode(fn func(*Node) error) error {
 	errs := make([]error, len(c.Nodes))
 	var wg sync.WaitGroup

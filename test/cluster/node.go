@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -153,6 +154,30 @@ func (n *Node) startLogged(path string, args []string) (*Process, error) {
 	return p, nil
 }
 
+// BeginAgent starts the node's agent and waits
+// only until it answers: it may be far from ready.
+func (n *Node) BeginAgent(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	ended := make(chan error, 1)
+	go func() { ended <- n.StartAgent(ctx) }()
+	answered := make(chan error, 1)
+	go func() {
+		answered <- Eventually(ctx, func() error {
+			_, _, err := n.AgentGet(ctx, "/readyz")
+			return err
+		})
+	}()
+	select {
+	case err := <-ended:
+		return err
+	case err := <-answered:
+		cancel()
+		<-ended
+		return err
+	}
+}
+
 // waitReady asks /readyz on the agent's socket until it answers 200. The end
 // of the process or of ctx gives the last answer and the end of the log.
 func (n *Node) waitReady(ctx context.Context, p *Process) error {
@@ -207,6 +232,24 @@ func (n *Node) KillAgent(ctx context.Context) error {
 	}
 	defer func() { n.agent = nil }()
 	return n.agent.Kill(ctx)
+}
+
+// StopAgent asks the agent to end and waits until it has, without an error.
+// Without a running agent it does nothing.
+func (n *Node) StopAgent(ctx context.Context) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.agent == nil {
+		return nil
+	}
+	if err := n.agent.Signal(syscall.SIGTERM); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return err
+	}
+	if err := n.agent.Wait(ctx); err != nil {
+		return fmt.Errorf("stop the agent of %s: %w", n.NodeName, err)
+	}
+	n.agent = nil
+	return nil
 }
 
 // RestartAgent kills the agent and starts a new one.

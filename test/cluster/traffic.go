@@ -121,6 +121,70 @@ func (s *Stream) Stop(ctx context.Context) (probe.StreamReport, error) {
 	return r, nil
 }
 
+// Caller is a client that makes new connections at a steady pace.
+type Caller struct {
+	*Process
+	From, Target string
+}
+
+// Caller starts "pw-client load" and waits for its first success or failure.
+func (n *Netns) Caller(ctx context.Context, target string, options ...string) (*Caller, error) {
+	p, err := n.Start(ctx, append(append([]string{"pw-client", "load"}, options...), target)...)
+	if err != nil {
+		return nil, err
+	}
+	c := &Caller{p, n.Name, target}
+	return c, c.Progress(ctx, 1)
+}
+
+// Report asks the running client how it is.
+func (c *Caller) Report(ctx context.Context) (probe.Summary, error) {
+	var s probe.Summary
+	if _, err := c.Stdin.Write([]byte("\n")); err != nil {
+		return s, err
+	}
+	return s, c.JSON(ctx, &s)
+}
+
+// Progress awaits so many more attempts; the first that failed is an error.
+func (c *Caller) Progress(ctx context.Context, more int) error {
+	for goal := -1; ; {
+		s, err := c.Report(ctx)
+		if err == nil && s.OK != s.Attempts {
+			err = fmt.Errorf("%d of %d failed: %v, first %+v", s.Attempts-s.OK, s.Attempts, s.Failed, s.Failure)
+		}
+		if goal < 0 {
+			goal = s.Attempts + more
+		}
+		if err == nil && s.Attempts >= goal {
+			return nil
+		}
+		if err == nil {
+			select {
+			case <-time.After(10 * time.Millisecond):
+				continue
+			case <-ctx.Done():
+				err = fmt.Errorf("%d attempts, want %d: %w", s.Attempts, goal, ctx.Err())
+			}
+		}
+		return fmt.Errorf("calls from %s to %s: %w", c.From, c.Target, err)
+	}
+}
+
+// Stop ends the client and returns the final account.
+func (c *Caller) Stop(ctx context.Context) (probe.Summary, error) {
+	var s probe.Summary
+	if err := c.Signal(syscall.SIGTERM); err != nil {
+		return s, err
+	}
+	for !s.Final {
+		if err := c.JSON(ctx, &s); err != nil {
+			return s, err
+		}
+	}
+	return s, nil
+}
+
 // Eventually calls fn until it succeeds; when ctx ends it returns fn's last
 // error. It is for effects across processes that announce themselves only by
 // traffic; the pause between two calls is short.

@@ -145,15 +145,17 @@ func TestL1ServicesChangeDuringRestart(t *testing.T) {
 	stop, looked := make(chan struct{}), make(chan error, 1)
 	go func() {
 		var bad error
+		pace := time.NewTicker(2 * time.Millisecond) // not faster: the others need the CPU
+		defer pace.Stop()
 		for n := 0; ; n++ {
 			select {
+			case <-pace.C:
 			case <-stop:
 				if n < 10 && bad == nil {
 					bad = fmt.Errorf("looked %d times only", n)
 				}
 				looked <- bad
 				return
-			default:
 			}
 			for _, node := range w.Nodes {
 				for _, v6 := range []bool{false, true} {

@@ -41,7 +41,8 @@ type Attempt struct {
 }
 
 // Summary is what "pw-client send" prints: all attempts together, and the
-// first success and the first failure in full.
+// first success and the first failure in full. "pw-client load" prints one for
+// every line on its standard input, and one at the end.
 type Summary struct {
 	Attempts int            `json:"attempts"`
 	OK       int            `json:"ok"`
@@ -50,6 +51,9 @@ type Summary struct {
 	Peers    map[string]int `json:"peers,omitempty"`   // per client address as servers saw it
 	First    *Attempt       `json:"first,omitempty"`
 	Failure  *Attempt       `json:"failure,omitempty"`
+	Final    bool           `json:"final,omitempty"`      // load: the last one
+	Took     time.Duration  `json:"took_ns,omitempty"`    // load: since it began
+	Longest  time.Duration  `json:"longest_ns,omitempty"` // load: the slowest attempt
 }
 
 // StreamReport is what "pw-client stream" prints: once after the first

@@ -3,6 +3,7 @@
 // everything succeeded, 1 that something did not, 2 wrong usage.
 //
 //	pw-client send   [flags] ADDR:PORT   connect, one request, close; -count times
+//	pw-client load   [flags] ADDR:PORT   the same at a steady pace, until a signal
 //	pw-client stream [flags] ADDR:PORT   one long flow with sequence numbers
 //	pw-client bulk   [flags] ADDR:PORT   one large TCP transfer
 //	pw-client ping   [flags] ADDR        ICMP echo
@@ -45,10 +46,10 @@ func main() {
 
 func run(ctx context.Context, args []string) int {
 	modes := map[string]func(context.Context, *flag.FlagSet, *options, []string) (bool, error){
-		"send": send, "stream": stream, "bulk": bulk, "ping": ping, "calls": calls,
+		"send": send, "load": load, "stream": stream, "bulk": bulk, "ping": ping, "calls": calls,
 	}
 	if len(args) == 0 || modes[args[0]] == nil {
-		fmt.Fprintln(os.Stderr, "usage: pw-client send|stream|bulk|ping|calls [flags] TARGET")
+		fmt.Fprintln(os.Stderr, "usage: pw-client send|load|stream|bulk|ping|calls [flags] TARGET")
 		return 2
 	}
 	var o options
