@@ -163,6 +163,9 @@ func TestL3Attachments(t *testing.T) {
 		want[hostSide(t, p).Attrs().Name+" ingress from_pod"] = 1
 		want[hostSide(t, p).Attrs().Name+" egress to_pod"] = 1
 	}
+	for _, name := range []string{"connect4", "connect6", "getpeername4", "getpeername6", "sock_release"} {
+		want["cgroup "+name] = 1
+	}
 	for _, dev := range []string{"eth0", veth, "podweir.vxlan"} {
 		want[dev+" ingress foreign"], want[dev+" egress foreign"] = 1, 1
 	}
@@ -183,7 +186,8 @@ func TestL3Attachments(t *testing.T) {
 		ok(t, w.a.RestartAgent(ctx))
 		same(fmt.Sprintf("restart %d", i+1))
 	}
-	// Another program detaches ours, each kind.
+	// Another program detaches ours, each kind on a device; for those of the
+	// cgroup see TestSocketsOutliveTheAgent.
 	for dev, names := range map[string][]string{"eth0": {"from_netdev", "to_netdev"}, "lo": {"to_lo"}, "podweir.vxlan": {"from_overlay", "to_overlay"}, veth: {"from_pod", "to_pod"}} {
 		var index int
 		ok(t, netlinkIn(w.a.Netns, func(h *netlink.Handle) error {
