@@ -285,6 +285,16 @@ func (w *world) addrs(key string) []netip.Addr {
 	return []netip.Addr{netip.MustParseAddr("172.31.0.1"), netip.MustParseAddr("fd00:172:31::1")}
 }
 
+// seen is the address, IPv4 for 0, that to sees from come under: what is no
+// pod and not a pod's own node sees its node.
+func (w *world) seen(from, to string, family int) netip.Addr {
+	p := w.pods[from]
+	if p == nil || w.pods[to] != nil || to == p.Spec.NodeName {
+		return w.addrs(from)[family]
+	}
+	return w.addrs(p.Spec.NodeName)[family]
+}
+
 func (w *world) party(key string, addr netip.Addr) party {
 	if p := w.pods[key]; p != nil {
 		return party{pod: p, node: p.Spec.NodeName, addr: addr}
@@ -371,7 +381,7 @@ func (w *world) try() (wrong []string, allowed, denied int) {
 						probes = append(probes, mesh.Probe{From: w.at(from), Proto: strings.ToLower(string(proto)), To: netip.AddrPortFrom(dst, uint16(port))})
 						names = append(names, fmt.Sprintf("%s -> %s %v", from, to, probes[len(probes)-1]))
 						if r.allowed(w.party(from, src), w.party(to, dst), proto, port) {
-							want = append(want, "answered by "+to+" which saw "+src.String())
+							want = append(want, "answered by "+to+" which saw "+w.seen(from, to, i).String())
 							allowed++
 						} else {
 							want = append(want, mesh.Silent)
