@@ -174,6 +174,16 @@ static __always_inline int pw_source(const struct pw_pkt *p, struct pw_scratch *
 		 */
 		if (s->fwd.service && s->dst.flags & PW_PEER_HOST)
 			s->fwd.src = p->key.dst;
+		/*
+		 * An address that only this node knows as its own, such as a
+		 * virtual one, would lead no answer back.
+		 */
+		else if (s->fwd.service && !(s->src.flags & PW_PEER_INTERNAL)) {
+			if (s->fwd.to.kind == PW_PLACE_NODE)
+				return pw_send_as(s, 0);
+			if (s->fwd.to.kind == PW_PLACE_WIRE)
+				return pw_send_as(s, s->fwd.to.id);
+		}
 		return 0;
 	}
 	if (p->from.kind == PW_PLACE_POD) {
@@ -189,7 +199,7 @@ static __always_inline int pw_source(const struct pw_pkt *p, struct pw_scratch *
 	/* To a backend outside: its answer must come back to us. */
 	if (s->fwd.to.kind == PW_PLACE_WIRE)
 		return pw_send_as(s, s->fwd.to.id);
-	if (s->fwd.to.kind == PW_PLACE_NODE && p->key.proto == IPPROTO_TCP)
+	if (s->fwd.to.kind == PW_PLACE_NODE)
 		s->fwd.flags |= PW_F_CLAMP;
 	if (s->fwd.to.kind != PW_PLACE_HOST && cfg_snat && !(s->svc_flags & PW_SVC_KEEP_SOURCE))
 		return pw_send_as(s, 0);

@@ -150,7 +150,8 @@ static __always_inline int pw_host_follows(struct __sk_buff *skb, struct pw_pkt 
 	f = pw_flow_find(&p->key);
 	if (f && f->from.kind == PW_PLACE_HOST)
 		return 1;
-	return pw_service_find(&p->key.dst, p->key.dport, p->key.proto, 0) != NULL;
+	return pw_service_find(&p->key.dst, p->key.dport, p->key.proto, 0) ||
+	       pw_service_lookup(&p->key.dst, 0, 0);
 }
 
 /*
@@ -169,12 +170,12 @@ __noinline int pw_limit(struct __sk_buff *skb, struct pw_pkt *p, const struct pw
 		return 0;
 	id = f->to.kind == PW_PLACE_NODE ? f->to.id : f->from.id;
 	node = bpf_map_lookup_elem(&pw_nodes, &id);
-	if (!node || !node->mtu)
+	if (!node || !node->mtu || (node->flags & PW_NODE_DIRECT && !(f->flags & PW_F_TUNNEL)))
 		return 0;
 	s->mtu = node->mtu;
 	if (f->flags & PW_F_CLAMP && pw_clamp_mss(skb, p, s->mtu))
 		pw_count(PW_MSS_CLAMPED, p->hook, p->v6, skb->len);
-	if (!(f->flags & PW_F_TUNNEL) || f->to.kind != PW_PLACE_NODE)
+	if (f->to.kind != PW_PLACE_NODE)
 		return 0;
 	size = skb->gso_size ? skb->gso_size + p->headers : skb->len - ETH_HLEN;
 	return size > s->mtu ? PW_DROP_TOO_BIG : 0;

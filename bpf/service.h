@@ -112,6 +112,14 @@ static __always_inline __s64 pw_pick_slot(const struct pw_flow_key *call,
 	return part->slot[i % PW_MAGLEV_CHUNK];
 }
 
+/* The set that a caller of this frontend may be kept in. */
+static __always_inline __u32 pw_affine_bit(const struct pw_service *svc, int ext)
+{
+	if (!(svc->flags & PW_SVC_EXTERNAL))
+		return PW_BE_IN;
+	return ext ? PW_BE_EXT : PW_BE_CLUSTER;
+}
+
 /* The backend a client has had, if it may have it again. */
 static __always_inline int pw_affine(const struct pw_affinity_key *k, const struct pw_service *svc,
 				     int ext, struct pw_addr *addr, __u16 *port)
@@ -123,7 +131,7 @@ static __always_inline int pw_affine(const struct pw_affinity_key *k, const stru
 		return 0;
 	*addr = e->addr;
 	*port = e->port;
-	if (!(pw_backend_state(addr, *port, svc->id) & (ext ? PW_BE_EXT : PW_BE_IN)))
+	if (!(pw_backend_state(addr, *port, svc->id) & pw_affine_bit(svc, ext)))
 		return 0;
 	e->last_used = now;
 	return 1;
@@ -156,7 +164,8 @@ static __always_inline int pw_service_pick(const struct pw_flow_key *call,
 
 	if (!(ext ? svc->ext_count : svc->count)) {
 		if (svc->flags & (ext ? PW_SVC_NO_LOCAL_EXT : PW_SVC_NO_LOCAL))
-			return ext ? PW_DROP_NO_LOCAL_EXTERNAL : PW_DROP_NO_LOCAL_INTERNAL;
+			return svc->flags & PW_SVC_EXTERNAL ? PW_DROP_NO_LOCAL_EXTERNAL
+							    : PW_DROP_NO_LOCAL_INTERNAL;
 		return PW_DROP_NO_BACKEND;
 	}
 	if (svc->affinity && pw_affine(&client, svc, ext, addr, port))

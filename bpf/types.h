@@ -167,7 +167,7 @@ enum pw_flow_flags {
 	PW_F_REPLIED = 4, /* a reply was seen (kept in the original's entry) */
 	PW_F_CONFIRMED = 8, /* lives in pw_flows */
 	PW_F_MIDSTREAM = 16, /* TCP picked up without its SYN */
-	PW_F_CLAMP = 32, /* TCP that enters the tunnel from outside: MSS is limited */
+	PW_F_CLAMP = 32, /* enters the tunnel from outside: sizes are limited */
 	PW_F_TUNNEL = 64, /* to a node: by the tunnel in every routing mode, and in
 			     * the original direction with the mark of an entry node */
 };
@@ -298,9 +298,10 @@ struct pw_backend_st_key {
 PW_ASSERT_SIZE(struct pw_backend_st_key, 24);
 
 enum pw_backend_state {
-	PW_BE_IN = 1, /* in the service's set */
-	PW_BE_EXT = 2, /* in its ext_set */
+	PW_BE_IN = 1, /* in the set of cluster IPs */
+	PW_BE_EXT = 2, /* in the ext_set of external frontends */
 	PW_BE_SERVING = 4, /* serves what it has: UDP flows stay with it */
+	PW_BE_CLUSTER = 8, /* in the set of external frontends for pods and this host */
 };
 
 /*
@@ -397,6 +398,7 @@ enum pw_peer_flags {
 	PW_PEER_SERVICE = 8, /* service range */
 	PW_PEER_LOCAL = 16, /* this node's pod CIDR: no endpoint = blackhole */
 	PW_PEER_NODEPORT = 32, /* a node's address on which NodePorts answer */
+	PW_PEER_INTERNAL = 64, /* an InternalIP of this node: other nodes know it as ours */
 };
 
 /* What is known of an address: value of pw_addrs and of pw_prefixes. */

@@ -57,6 +57,7 @@ const (
 	PeerService  = uint32(bpf.DpPwPeerFlagsPW_PEER_SERVICE)
 	PeerLocal    = uint32(bpf.DpPwPeerFlagsPW_PEER_LOCAL)
 	PeerNodePort = uint32(bpf.DpPwPeerFlagsPW_PEER_NODEPORT)
+	PeerInternal = uint32(bpf.DpPwPeerFlagsPW_PEER_INTERNAL)
 )
 
 // Kinds of a [PolicyKey] (enum pw_policy_kind) and verdicts (enum pw_verdict).
@@ -91,6 +92,7 @@ const (
 const (
 	BackendIn      = uint32(bpf.DpPwBackendStatePW_BE_IN)
 	BackendExt     = uint32(bpf.DpPwBackendStatePW_BE_EXT)
+	BackendCluster = uint32(bpf.DpPwBackendStatePW_BE_CLUSTER)
 	BackendServing = uint32(bpf.DpPwBackendStatePW_BE_SERVING)
 )
 

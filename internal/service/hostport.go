@@ -83,7 +83,7 @@ func (m PortMapping) compile(pod Owner, podAddrs, node []netip.Addr) (out []Port
 		p := Port{
 			Owner: pod, PortName: m.name(), Protocol: m.Protocol, Family: family,
 			Cluster: backend, External: backend, KeepSource: true,
-			States: []BackendState{{backend[0], maps.BackendIn | maps.BackendExt | maps.BackendServing}},
+			States: []BackendState{{backend[0], maps.BackendCluster | maps.BackendExt | maps.BackendServing}},
 		}
 		for _, a := range node {
 			if familyOf(a) != family || one && a != m.HostIP || !one && a.IsLinkLocalUnicast() {

@@ -69,7 +69,7 @@ func TestCompileHostPorts(t *testing.T) {
 				}
 				if !slices.Equal(p.Cluster, p.External) || len(p.Cluster) != 1 || len(p.Internal) > 0 || !p.KeepSource ||
 					p.Owner != got.Owner || p.Protocol != c.proto || len(p.States) != 1 || p.States[0].Backend != p.Cluster[0] ||
-					p.States[0].Flags != maps.BackendIn|maps.BackendExt|maps.BackendServing || p.Maglev != 0 {
+					p.States[0].Flags != maps.BackendCluster|maps.BackendExt|maps.BackendServing || p.Maglev != 0 {
 					t.Errorf("port %+v", p)
 				}
 				text = append(text, line+fmt.Sprintf(" -> %s", netip.AddrPortFrom(maps.FromAddr(p.Cluster[0].Addr), p.Cluster[0].Port)))

@@ -212,10 +212,10 @@ func TestStates(t *testing.T) {
 		want   string
 	}{
 		{"ClusterIP", typed("ClusterIP"), spread("ready", "not", "ready", "draining"), "66 in ext, 165 in ext, 166"},
-		{"external Local", typed("NodePort", localExternal), spread("ready", "dead", "ready", "serving"), "66 in ext, 165 in, 166"},
+		{"external Local", typed("NodePort", localExternal), spread("ready", "dead", "ready", "serving"), "66 in cluster ext, 165 in cluster, 166"},
 		{"internal Local", typed("ClusterIP", localInternal), spread("ready", "not", "ready", ""), "66 in ext, 165"},
-		{"internal Local, external Cluster", typed("NodePort", localInternal), spread("ready", "", "ready", ""), "66 in ext, 165 in ext"},
-		{"draining ones used", typed("NodePort", localExternal), spread("draining", "", "ready", ""), "66 ext, 165 in"},
+		{"internal Local, external Cluster", typed("NodePort", localInternal), spread("ready", "", "ready", ""), "66 in cluster ext, 165 cluster ext"},
+		{"draining ones used", typed("NodePort", localExternal), spread("draining", "", "ready", ""), "66 ext, 165 in cluster"},
 		{"none", typed("ClusterIP"), spread("not", "dead", "", ""), ""},
 		{"published before ready", typed("ClusterIP", func(s *corev1.Service) { s.Spec.PublishNotReadyAddresses = true }), spread("not", "", "", ""), "66 in ext"},
 	}
@@ -230,6 +230,9 @@ func TestStates(t *testing.T) {
 				line := fmt.Sprint(s.Backend.Addr.B[15])
 				if s.Flags&maps.BackendIn != 0 {
 					line += " in"
+				}
+				if s.Flags&maps.BackendCluster != 0 {
+					line += " cluster"
 				}
 				if s.Flags&maps.BackendExt != 0 {
 					line += " ext"

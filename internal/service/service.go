@@ -141,9 +141,9 @@ type Port struct {
 	States []BackendState
 }
 
-// BackendState says what an endpoint is to a port: maps.BackendIn (in Internal
-// or Cluster), maps.BackendExt (in External, without external frontends in
-// Internal), maps.BackendServing.
+// BackendState says what an endpoint is to a port: maps.BackendIn (in Internal),
+// maps.BackendCluster (in Cluster), maps.BackendExt (in External, without
+// external frontends in Internal), maps.BackendServing.
 type BackendState struct {
 	Backend maps.Backend
 	Flags   uint32
@@ -306,7 +306,7 @@ func (p *Port) choose(endpoints []Endpoint, internal, external Scope, node Node)
 	for _, of := range []struct {
 		set  []maps.Backend
 		flag uint32
-	}{{p.Internal, maps.BackendIn}, {p.Cluster, maps.BackendIn}, {ext, maps.BackendExt}} {
+	}{{p.Internal, maps.BackendIn}, {p.Cluster, maps.BackendCluster}, {ext, maps.BackendExt}} {
 		for _, b := range of.set {
 			flags[b] |= of.flag
 		}

@@ -110,12 +110,17 @@ func (c *compiler) fail(format string, args ...any) {
 }
 
 func (c *compiler) hostAddrs() {
+	self := c.nodes[c.in.Self]
 	for _, a := range c.in.HostAddrs {
 		a = a.Unmap().WithZone("")
 		if !a.IsValid() || a.IsLoopback() || a.IsUnspecified() || a.Is6() && a.IsLinkLocalUnicast() {
 			continue
 		}
-		c.out.Addrs[a] = Peer{Flags: maps.PeerHost | c.nodePortFlag(a, c.nodes[c.in.Self])}
+		p := Peer{Flags: maps.PeerHost | c.nodePortFlag(a, self)}
+		if self != nil && slices.Contains(self.InternalIPs, a) {
+			p.Flags |= maps.PeerInternal
+		}
+		c.out.Addrs[a] = p
 	}
 }
 

@@ -409,13 +409,16 @@ func (m *model) source(f *mflow, dst target) {
 	case bpf.DpPwPlaceKindPW_PLACE_HOST:
 		if f.service != 0 && dst.flags&pwmaps.PeerHost != 0 {
 			f.back.Dst = f.key.Dst // the host calls itself: under the service's address
+		} else if f.service != 0 && m.resolve(f.key.Src).flags&pwmaps.PeerInternal == 0 {
+			// Nobody but this node knows that address as its own.
+			f.snat = wire || f.to.kind == bpf.DpPwPlaceKindPW_PLACE_NODE
 		}
 	case bpf.DpPwPlaceKindPW_PLACE_POD: // to the world, or to itself
 		f.snat = wire || f.service != 0 && f.back.Src == f.key.Src
 	case bpf.DpPwPlaceKindPW_PLACE_WIRE:
 		f.snat = wire && f.service != 0
 		f.tunnel = f.service != 0 && f.to.kind == bpf.DpPwPlaceKindPW_PLACE_NODE
-		f.clamp = f.tunnel && f.key.Proto == pwmaps.ProtoTCP
+		f.clamp = f.tunnel
 	}
 	if f.snat {
 		f.xlate = true
@@ -465,6 +468,9 @@ func (m *model) create(f *mflow, ch choice, o outcome) reason {
 	result, replaced := created, false
 	other, _ := m.find(f.back)
 	if f.snat {
+		if other != nil && !m.expired(other) && !translatable(f.key) {
+			return bpf.DpPwReasonPW_DROP_FLOW_COLLISION
+		}
 		if m.roomNew != 0 && m.countNew()+2 > m.roomNew {
 			return flowInsert
 		}

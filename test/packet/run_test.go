@@ -284,7 +284,7 @@ func (r *result) broken() string {
 	case stays:
 	case why == fwdWire, why == fwdEncap, why == fwdDecap, why == fwdDirect, why == fwdTunnel && r.shot.hook != toOverlay, why == fwdLocal && r.shot.hook != toPod:
 		want = actRedirect
-	case why == fwdHost && (r.newSource() && (r.shot.hook == fromPod || r.shot.hook == fromNetdev) || r.shot.hook == toOverlay || r.shot.hook == toNetdev):
+	case why == fwdHost && (r.newSource() && (r.shot.hook == fromPod || r.shot.hook == fromNetdev) || egress(r.shot.hook) && r.shot.hook != toLo):
 		// Into the stack by the tunnel's device, which answers marked.
 		want = actRedirect
 	}

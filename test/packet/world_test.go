@@ -186,7 +186,7 @@ func (w *world) fillPeers() {
 	w.endpoint(f.local, maps.Endpoint{Id: 2, Ifindex: w.index(devLocal), Identity: idLocal, Slot: slotLocal, Mac: mac(0x42)})
 	w.endpoint(f.third, maps.Endpoint{Id: 3, Ifindex: w.index(devThird), Identity: idThird, Slot: slotThird, Mac: mac(0x43)})
 	w.addr(f.remote, maps.Peer{Identity: idRemote, Slot: slotRemote, Node: nodeIDB, Flags: maps.PeerPod})
-	w.addr(f.nodeA, maps.Peer{Identity: maps.IdentityHost, Slot: slotNodeA, Flags: maps.PeerHost | maps.PeerNodePort})
+	w.addr(f.nodeA, maps.Peer{Identity: maps.IdentityHost, Slot: slotNodeA, Flags: maps.PeerHost | maps.PeerNodePort | maps.PeerInternal})
 	w.addr(f.nodeB, maps.Peer{Identity: maps.IdentityRemoteNode, Slot: slotNodeB, Node: nodeIDB, Flags: maps.PeerNode | maps.PeerNodePort})
 	w.addr(f.nodeC, maps.Peer{Identity: maps.IdentityRemoteNode, Slot: slotShared, Node: nodeIDC, Flags: maps.PeerNode})
 	w.prefix(f.podsA, maps.Peer{Identity: maps.IdentityPod, Slot: slotShared, Flags: maps.PeerPod | maps.PeerLocal})
@@ -310,7 +310,7 @@ func (w *world) service(a netip.Addr, port uint16, proto uint8, s maps.Service) 
 				w.t.Fatal(err)
 			}
 			if ok {
-				w.state(s.Id, ap(maps.FromAddr(b.Addr), b.Port), maps.BackendIn|maps.BackendExt|maps.BackendServing)
+				w.state(s.Id, ap(maps.FromAddr(b.Addr), b.Port), maps.BackendIn|maps.BackendCluster|maps.BackendExt|maps.BackendServing)
 			}
 		}
 	}

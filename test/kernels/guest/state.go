@@ -76,7 +76,7 @@ func (n *node) know(w *world, other *node) error {
 	}
 	for _, v6 := range []bool{false, true} {
 		put(m.Addrs.Put(maps.ToAddr(n.ip(v6)), maps.Peer{
-			Identity: maps.IdentityHost, Slot: slotNodes, Flags: maps.PeerHost | maps.PeerNodePort,
+			Identity: maps.IdentityHost, Slot: slotNodes, Flags: maps.PeerHost | maps.PeerNodePort | maps.PeerInternal,
 		}))
 		put(m.Addrs.Put(maps.ToAddr(other.ip(v6)), maps.Peer{
 			Identity: maps.IdentityRemoteNode, Slot: slotNodes, Node: other.id, Flags: maps.PeerNode | maps.PeerNodePort,
@@ -121,7 +121,7 @@ func (n *node) addService(s service, backend *pod, v6 bool) error {
 		errs = append(errs, m.Services.Put(key, svc),
 			m.BackendStates.Put(
 				maps.BackendStateKey{Addr: maps.ToAddr(backend.ip(v6)), Service: set, Port: podPort},
-				maps.BackendIn|maps.BackendExt|maps.BackendServing))
+				maps.BackendIn|maps.BackendCluster|maps.BackendExt|maps.BackendServing))
 		// The same as a NodePort.
 		key.Addr, key.Port = maps.ToAddr(zeroOf(s.ip(v6))), nodePort+uint16(s.set)
 		svc.Flags = maps.ServiceExternal
