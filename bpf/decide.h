@@ -199,12 +199,13 @@ static __always_inline int pw_source(const struct pw_pkt *p, struct pw_scratch *
 	/* To a backend outside: its answer must come back to us. */
 	if (s->fwd.to.kind == PW_PLACE_WIRE)
 		return pw_send_as(s, s->fwd.to.id);
-	if (s->fwd.to.kind == PW_PLACE_NODE)
-		s->fwd.flags |= PW_F_CLAMP;
-	if (s->fwd.to.kind != PW_PLACE_HOST && cfg_snat && !(s->svc_flags & PW_SVC_KEEP_SOURCE))
+	if (s->fwd.to.kind != PW_PLACE_HOST && cfg_snat && !(s->svc_flags & PW_SVC_KEEP_SOURCE)) {
+		if (s->fwd.to.kind == PW_PLACE_NODE && !pw_node_direct(s->fwd.to.id))
+			s->fwd.flags |= PW_F_CLAMP;
 		return pw_send_as(s, 0);
+	}
 	if (s->fwd.to.kind == PW_PLACE_NODE)
-		s->fwd.flags |= PW_F_TUNNEL;
+		s->fwd.flags |= PW_F_TUNNEL | PW_F_CLAMP;
 	return 0;
 }
 

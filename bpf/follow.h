@@ -170,7 +170,7 @@ __noinline int pw_limit(struct __sk_buff *skb, struct pw_pkt *p, const struct pw
 		return 0;
 	id = f->to.kind == PW_PLACE_NODE ? f->to.id : f->from.id;
 	node = bpf_map_lookup_elem(&pw_nodes, &id);
-	if (!node || !node->mtu || (node->flags & PW_NODE_DIRECT && !(f->flags & PW_F_TUNNEL)))
+	if (!node || !node->mtu)
 		return 0;
 	s->mtu = node->mtu;
 	if (f->flags & PW_F_CLAMP && pw_clamp_mss(skb, p, s->mtu))
