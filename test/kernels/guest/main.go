@@ -22,7 +22,7 @@ import (
 func main() {
 	series := flag.String("kernel", "", "kernel that this must be, as in 6.1")
 	bpffs := flag.String("bpffs", "/sys/fs/bpf", "an empty, mounted bpffs")
-	cgroup := flag.String("cgroup", "", "an empty cgroup (v2) to run some checks in")
+	cgroup := flag.String("cgroup", "/sys/fs/cgroup/podweir", "an empty cgroup (v2) to run some checks in")
 	flag.Parse()
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
