@@ -47,7 +47,7 @@ struct {
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 65536);
+	__uint(max_entries, 262144);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
 	__type(key, struct pw_service_key);
 	__type(value, struct pw_service);
@@ -75,7 +75,7 @@ struct {
 /* Only services with external frontends have a table. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
-	__uint(max_entries, 262144);
+	__uint(max_entries, 524288);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
 	__type(key, struct pw_maglev_key);
 	__type(value, struct pw_maglev_slots);
