@@ -1,6 +1,7 @@
 package loader
 
 import (
+	"errors"
 	"runtime"
 	"sync"
 
@@ -41,9 +42,7 @@ func loadInto(spec *ebpf.CollectionSpec, pins string, objs *bpf.DpObjects) (err 
 			mu.Lock()
 			defer mu.Unlock()
 			if e != nil {
-				if err == nil {
-					err = e
-				}
+				err = errors.Join(err, e)
 				return
 			}
 			all.Programs[name] = c.DetachProgram(name)
