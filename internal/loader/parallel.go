@@ -2,6 +2,7 @@ package loader
 
 import (
 	"errors"
+	"fmt"
 	"runtime"
 	"sync"
 
@@ -18,6 +19,12 @@ func loadInto(spec *ebpf.CollectionSpec, pins string, objs *bpf.DpObjects) (err 
 	only := func(programs map[string]*ebpf.ProgramSpec) *ebpf.CollectionSpec {
 		s := spec.Copy()
 		s.Programs = programs
+		// Filled below: the programs they name are not in this part.
+		for _, m := range s.Maps {
+			if m.Type == ebpf.ProgramArray {
+				m.Contents = nil
+			}
+		}
 		return s
 	}
 	all, err := ebpf.NewCollectionWithOptions(only(nil), ebpf.CollectionOptions{
@@ -52,6 +59,16 @@ func loadInto(spec *ebpf.CollectionSpec, pins string, objs *bpf.DpObjects) (err 
 	wg.Wait()
 	if err != nil {
 		return err
+	}
+	for name, m := range spec.Maps {
+		if m.Type != ebpf.ProgramArray {
+			continue
+		}
+		for _, kv := range m.Contents {
+			if err := all.Maps[name].Put(kv.Key, all.Programs[kv.Value.(string)]); err != nil {
+				return fmt.Errorf("fill map %s: %w", name, err)
+			}
+		}
 	}
 	return all.Assign(objs)
 }
