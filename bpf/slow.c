@@ -83,16 +83,13 @@ __noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow
  * Everything but the straight way. The tuple is looked up once more: it may
  * have been promoted between the two tables' look-ups. 0 or a reason.
  */
-__noinline int pw_slow(struct __sk_buff *skb, struct pw_pkt *p)
+static __always_inline int pw_slow(struct __sk_buff *skb, struct pw_pkt *p)
 {
-	struct pw_scratch *s = pw_get_scratch();
 	struct pw_flow *f;
 	int i, err;
 
-	if (!p || !s)
-		return PW_DROP_HELPER;
 	for (i = 0; i < PW_TRIES; i++) {
-		f = pw_flow_find(pw_key_arg(s, &p->key));
+		f = pw_flow_find(&p->key);
 		if (!f)
 			break;
 		err = pw_review(skb, p, f);

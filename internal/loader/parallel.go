@@ -1,9 +1,12 @@
 package loader
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"maps"
 	"runtime"
+	"slices"
 	"sync"
 
 	"github.com/cilium/ebpf"
@@ -39,11 +42,15 @@ func loadInto(spec *ebpf.CollectionSpec, pins string, objs *bpf.DpObjects) (err 
 		wg   sync.WaitGroup
 		free = make(chan struct{}, runtime.GOMAXPROCS(0))
 	)
-	for name, p := range spec.Programs {
+	// The longest first: none of them is left over when the others are done.
+	names := slices.SortedFunc(maps.Keys(spec.Programs), func(a, b string) int {
+		return cmp.Compare(len(spec.Programs[b].Instructions), len(spec.Programs[a].Instructions))
+	})
+	for _, name := range names {
+		free <- struct{}{}
 		wg.Go(func() {
-			free <- struct{}{}
 			defer func() { <-free }()
-			c, e := ebpf.NewCollectionWithOptions(only(map[string]*ebpf.ProgramSpec{name: p.Copy()}), ebpf.CollectionOptions{
+			c, e := ebpf.NewCollectionWithOptions(only(map[string]*ebpf.ProgramSpec{name: spec.Programs[name].Copy()}), ebpf.CollectionOptions{
 				MapReplacements: all.Maps, Cache: cache,
 			})
 			mu.Lock()
