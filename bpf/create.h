@@ -32,38 +32,57 @@ enum pw_insert {
 	PW_NO_ROOM,
 };
 
+struct pw_inserting {
+	const struct pw_flow_key *k;
+	const struct pw_flow *val;
+	struct pw_scratch *s;
+	__s32 result; /* enum pw_insert */
+};
+
+static long pw_insert_step(__u32 i, struct pw_inserting *c)
+{
+	struct pw_scratch *s = c->s;
+	const struct pw_flow_key *key;
+	struct pw_flow *old;
+
+	old = pw_flow_find(pw_key_arg(s, c->k));
+	if (old) {
+		if (!pw_flow_expired(c->k, old, PW_SCRATCH_PACKET)) {
+			c->result = PW_EXISTS;
+			return 1;
+		}
+		if (!pw_flow_claim(c->k, old, PW_SCRATCH_PACKET))
+			return 0;
+	}
+	key = pw_key_arg(s, c->k);
+	s->copy = *c->val; /* an argument too, see pw_key_arg */
+	if (pw_new_add(key, &s->copy))
+		return 0;
+	if (!bpf_map_lookup_elem(&pw_flows, key)) {
+		c->result = PW_INSERTED;
+		return 1;
+	}
+	pw_new_delete(key);
+	return 0;
+}
+
 /*
  * Puts one entry into pw_flows_new unless a live one is there, in either
  * table. An outlived one makes room, what is being removed is waited for,
  * and the tables are read again after the insert: a promotion may have come
- * between.
+ * between. bpf_loop: the verifier follows it through one turn, not all.
  */
 __noinline int pw_flow_insert(const struct pw_flow_key *k, const struct pw_flow *val)
 {
-	struct pw_scratch *s = pw_get_scratch();
-	const struct pw_flow_key *key;
-	struct pw_flow *old;
-	int i;
+	struct pw_inserting c = { .k = k, .val = val, .result = -1 };
 
-	if (!k || !val || !s)
+	c.s = pw_get_scratch();
+	if (!k || !val || !c.s)
 		return PW_NO_ROOM;
-	for (i = 0; i < PW_INSERT_TRIES; i++) {
-		old = pw_flow_find(pw_key_arg(s, k));
-		if (old) {
-			if (!pw_flow_expired(k, old, PW_SCRATCH_PACKET))
-				return PW_EXISTS;
-			if (!pw_flow_claim(k, old, PW_SCRATCH_PACKET))
-				continue;
-		}
-		key = pw_key_arg(s, k);
-		s->copy = *val; /* an argument too, see pw_key_arg */
-		if (pw_new_add(key, &s->copy))
-			continue;
-		if (!bpf_map_lookup_elem(&pw_flows, key))
-			return PW_INSERTED;
-		pw_new_delete(key);
-	}
-	return bpf_map_lookup_elem(&pw_flows_new, pw_key_arg(s, k)) ? PW_EXISTS : PW_NO_ROOM;
+	bpf_loop(PW_INSERT_TRIES, pw_insert_step, &c, 0);
+	if (c.result >= 0)
+		return c.result;
+	return bpf_map_lookup_elem(&pw_flows_new, pw_key_arg(c.s, k)) ? PW_EXISTS : PW_NO_ROOM;
 }
 
 /* Has the protocol something in its header that tells flows apart? */
@@ -187,6 +206,22 @@ static __always_inline int pw_flow_reserve(struct pw_scratch *s, int *ours)
 	return PW_INSERTED;
 }
 
+struct pw_vacancy {
+	const struct pw_flow_key *key;
+	__u32 result; /* enum pw_insert */
+	__u32 pad;
+};
+
+static long pw_vacant_step(__u32 i, struct pw_vacancy *v)
+{
+	if (pw_flow_find(v->key))
+		v->result = PW_EXISTS;
+	else if (!bpf_map_lookup_elem(&pw_flows, v->key) &&
+		 !bpf_map_lookup_elem(&pw_flows_new, v->key))
+		v->result = PW_INSERTED;
+	return v->result != PW_NO_ROOM;
+}
+
 /*
  * Is the tuple free? An old flow that another CPU is just removing is waited
  * for now, while nothing is written: a reply entry that had to be taken back
@@ -194,16 +229,10 @@ static __always_inline int pw_flow_reserve(struct pw_scratch *s, int *ours)
  */
 static __always_inline int pw_flow_vacant(const struct pw_flow_key *key)
 {
-	int i;
+	struct pw_vacancy v = { .key = key, .result = PW_NO_ROOM };
 
-	for (i = 0; i < PW_VACANT_TRIES; i++) {
-		if (pw_flow_find(key))
-			return PW_EXISTS;
-		if (!bpf_map_lookup_elem(&pw_flows, key) &&
-		    !bpf_map_lookup_elem(&pw_flows_new, key))
-			return PW_INSERTED;
-	}
-	return PW_NO_ROOM;
+	bpf_loop(PW_VACANT_TRIES, pw_vacant_step, &v, 0);
+	return v.result;
 }
 
 /*

@@ -14,9 +14,6 @@
 #include "resolve.h"
 #include "service.h"
 
-#define PW_AF_INET 2
-#define PW_AF_INET6 10
-
 /*
  * Clients outside, and the nodes themselves, which call NodePorts of others:
  * who may come by the wire to a service, or with an entry node's word.

@@ -18,6 +18,9 @@
 #include "settings.h"
 #include "types.h"
 
+#define PW_AF_INET 2
+#define PW_AF_INET6 10
+
 #define PW_TCP_FIN 0x01
 #define PW_TCP_SYN 0x02
 #define PW_TCP_RST_BIT 0x04
@@ -79,7 +82,7 @@ struct pw_pkt {
 	__u8 ttl;        /* TTL or hop limit as it arrived */
 	__u8 tcp_flags;
 	__u8 hook;       /* enum pw_hook */
-	__u8 pad2;
+	__u8 known;      /* in the slow path: of the flow in the scratch, see pw_limit */
 };
 
 static __always_inline void pw_addr_v4(struct pw_addr *a, __be32 v4)
@@ -324,40 +327,45 @@ static __always_inline int pw_parse_v4(struct __sk_buff *skb, struct pw_pkt *p, 
 	return pw_parse_l4(skb, p, total - header);
 }
 
+static __always_inline int pw_is_extension(__u8 next)
+{
+	return next == PW_NEXTHDR_HOP || next == PW_NEXTHDR_ROUTING || next == PW_NEXTHDR_DEST ||
+	       next == PW_NEXTHDR_AUTH || next == PW_NEXTHDR_FRAGMENT;
+}
+
 /*
- * Walks the extension headers (RFC 8200 4) from *next at *off; bounded, and
- * never past what was made linear.
+ * Walks the extension headers (RFC 8200 4), the first of which is next at off;
+ * bounded, and never past what was made linear. Returns the offset behind them
+ * << 8 and what stands there, or -1 - the reason. A function that is verified
+ * by itself, not with every way that leads here.
  */
-static __always_inline int pw_walk_v6(struct __sk_buff *skb, __u8 *next, __u32 *off)
+__noinline int pw_walk_v6(struct __sk_buff *skb, __u32 next, __u32 off)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
 	int i;
 
-	/* One round more than headers: it sees that none follows. */
-	for (i = 0; i <= PW_EXT_HEADERS_MAX; i++) {
-		__u8 *h = data + (*off & 0xff);
-		__u8 n = *next;
+	for (i = 0; i < PW_EXT_HEADERS_MAX; i++) {
+		__u8 *h = data + (off & 0xff);
 
-		if (n != PW_NEXTHDR_HOP && n != PW_NEXTHDR_ROUTING && n != PW_NEXTHDR_DEST &&
-		    n != PW_NEXTHDR_AUTH && n != PW_NEXTHDR_FRAGMENT)
-			return 0;
 		if (h + 8 > (__u8 *)end)
-			return PW_DROP_MALFORMED;
-		if (n == PW_NEXTHDR_FRAGMENT) {
+			return -1 - PW_DROP_MALFORMED;
+		if (next == PW_NEXTHDR_FRAGMENT) {
 			/* An atomic fragment (RFC 6946) is a whole packet. */
 			if (*(__be16 *)(h + 2) & bpf_htons(0xfff9))
-				return PW_DROP_FRAGMENT;
-			*off += 8;
-		} else if (n == PW_NEXTHDR_AUTH) {
-			*off += (h[1] + 2) * 4;
+				return -1 - PW_DROP_FRAGMENT;
+			off += 8;
+		} else if (next == PW_NEXTHDR_AUTH) {
+			off += (h[1] + 2) * 4;
 		} else {
-			*off += (h[1] + 1) * 8;
+			off += (h[1] + 1) * 8;
 		}
-		*next = h[0];
-		if (*off > PW_PULL - 2 * sizeof(struct tcphdr))
-			return PW_DROP_EXT_HEADERS;
+		next = h[0];
+		if (off > PW_PULL - 2 * sizeof(struct tcphdr))
+			return -1 - PW_DROP_EXT_HEADERS;
+		if (!pw_is_extension(next))
+			return off << 8 | next;
 	}
-	return PW_DROP_EXT_HEADERS;
+	return -1 - PW_DROP_EXT_HEADERS;
 }
 
 static __always_inline int pw_parse_v6(struct __sk_buff *skb, struct pw_pkt *p, __u32 base)
@@ -367,7 +375,7 @@ static __always_inline int pw_parse_v6(struct __sk_buff *skb, struct pw_pkt *p, 
 	struct ipv6hdr *ip = data + base + ETH_HLEN;
 	__u32 have = skb->len - payload_off, payload, off = payload_off;
 	__u8 next;
-	int err;
+	int walked;
 
 	p->v6 = 1;
 	if ((void *)(ip + 1) > end || ip->version != 6)
@@ -387,12 +395,16 @@ static __always_inline int pw_parse_v6(struct __sk_buff *skb, struct pw_pkt *p, 
 	p->l3 = base + ETH_HLEN;
 	p->kind = PW_KIND_NONE;
 	next = ip->nexthdr;
-	err = pw_walk_v6(skb, &next, &off);
+	if (pw_is_extension(next)) {
+		walked = pw_walk_v6(skb, next, off);
+		if (walked < 0)
+			return -1 - walked;
+		next = walked;
+		off = walked >> 8;
+	}
 	p->key.proto = next;
 	p->l4 = off;
 	p->headers = off - base - ETH_HLEN;
-	if (err)
-		return err;
 	if (off - payload_off > payload)
 		return PW_DROP_MALFORMED;
 	return pw_parse_l4(skb, p, payload - (off - payload_off));

@@ -4,6 +4,7 @@
 #include "from_overlay.c"
 #include "from_pod.c"
 #include "maps.h"
+#include "slow.c"
 #include "sock_connect.c"
 #include "sock_peer.c"
 #include "sock_release.c"

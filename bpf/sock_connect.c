@@ -12,27 +12,34 @@
  * outside of their node's ranges have no route, and a backend that is a
  * frontend itself would be translated twice.
  */
-static __always_inline int pw_sock_reaches(const struct pw_addr *addr, __u16 port)
+static __always_inline int pw_sock_reaches(const struct pw_backend *be)
 {
 	struct pw_prefix_key k = { .len = 128 };
+	struct pw_addr addr = be->addr;
 	struct pw_peer *peer;
 
-	if (pw_addr_is_bad_source(addr) || pw_service_find(addr, port, IPPROTO_TCP, 0))
+	if (pw_addr_is_bad_source(&addr) || pw_service_find(&addr, be->port, IPPROTO_TCP, 0))
 		return 0;
-	peer = bpf_map_lookup_elem(&pw_addrs, addr);
+	peer = bpf_map_lookup_elem(&pw_addrs, &addr);
 	if (!peer || !(peer->flags & PW_PEER_POD) || !peer->node)
 		return 1;
-	__builtin_memcpy(k.addr, addr->b, sizeof(k.addr));
+	__builtin_memcpy(k.addr, addr.b, sizeof(k.addr));
 	peer = bpf_map_lookup_elem(&pw_prefixes, &k);
 	return peer && peer->flags & PW_PEER_POD;
 }
 
-/* A backend for the call, as pw_select would choose it. 1 = there is one. */
-static __always_inline int pw_sock_pick(const struct pw_flow_key *call, struct pw_backend *be)
+/*
+ * A backend for the call, as pw_select would choose it. 1 = there is one. A
+ * function that is verified by itself: what is known of an address after one
+ * comparison would have the rest followed once more for each.
+ */
+__noinline int pw_sock_pick(const struct pw_flow_key *call, struct pw_backend *be)
 {
 	struct pw_service *svc;
 	int i;
 
+	if (!call || !be)
+		return 0;
 	/* 0.0.0.0 means loopback here, but any address of the node as a key. */
 	if (pw_addr_is_bad_source(&call->dst))
 		return 0;
@@ -44,7 +51,7 @@ static __always_inline int pw_sock_pick(const struct pw_flow_key *call, struct p
 		if (svc->affinity && pw_addr_is_bad_source(&call->src))
 			return 0;
 		if (!pw_service_pick(call, svc, 0, &be->addr, &be->port))
-			return pw_sock_reaches(&be->addr, be->port);
+			return pw_sock_reaches(be);
 	}
 	return 0;
 }

@@ -34,6 +34,7 @@ func newFakeDatapath(t *testing.T) *fakeDatapath {
 		m.Pinning = ebpf.PinNone
 		m.MaxEntries = min(m.MaxEntries, 65536)
 	}
+	spec.Maps[bpf.DpMapPwCalls].Contents = nil // a program, which would be loaded too
 	var o bpf.DpMaps
 	if err := spec.LoadAndAssign(&o, nil); err != nil {
 		t.Fatal(err)

@@ -37,6 +37,7 @@ func pinMaps(t *testing.T) (string, maps.Set) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	spec.Maps[bpf.DpMapPwCalls].Contents = nil // a program, which would be loaded too
 	var o bpf.DpMaps
 	if err := spec.LoadAndAssign(&o, &ebpf.CollectionOptions{Maps: ebpf.MapOptions{PinPath: pins}}); err != nil {
 		t.Fatal(err)

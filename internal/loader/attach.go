@@ -231,7 +231,8 @@ func (d *Datapath) alive(a *attachment) (bool, error) {
 }
 
 // Verify looks at every attachment: what was detached is attached again, what
-// belonged to a vanished device is forgotten. It returns what it repaired.
+// belonged to a vanished device is forgotten. It returns what it repaired. What
+// only programs that have been replaced needed is removed.
 func (d *Datapath) Verify(ctx context.Context) ([]string, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -265,7 +266,7 @@ func (d *Datapath) Verify(ctx context.Context) ([]string, error) {
 	for _, what := range missing {
 		repaired = append(repaired, what+" was detached, attached again")
 	}
-	errs = append(errs, err)
+	errs = append(errs, err, d.pinCalls(d.objs.PwCalls), d.dropCalls())
 	return repaired, errors.Join(errs...)
 }
 

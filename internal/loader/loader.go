@@ -92,10 +92,17 @@ func Load(ctx context.Context, cfg Config) (*Datapath, error) {
 	if err := d.dropIncompatible(); err != nil {
 		return nil, err
 	}
+	// What the last load replaced, unless its process has done this.
+	if err := d.dropCalls(); err != nil {
+		d.log.Warn("slow paths of earlier loads stay for now", "error", err)
+	}
 	if err := loadInto(spec, mapsDir(cfg.BPFFS), &d.objs); err != nil {
 		return nil, fmt.Errorf("load datapath into the kernel: %w", verifierDetail(err))
 	}
 	d.set = maps.NewSet(&d.objs.DpMaps)
+	if err := d.pinCalls(d.objs.PwCalls); err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
 	if err := d.adoptLinks(ctx); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
@@ -180,8 +187,13 @@ func (d *Datapath) SetOverlay(ctx context.Context, ifindex int) error {
 	if err := loadInto(spec, mapsDir(cfg.BPFFS), &objs); err != nil {
 		return fmt.Errorf("load datapath for tunnel device %d: %w", ifindex, verifierDetail(err))
 	}
+	if err := d.pinCalls(objs.PwCalls); err != nil {
+		return errors.Join(err, objs.Close())
+	}
 	old := d.objs.DpPrograms
 	// The maps stay those already handed out: same pins, same kernel maps.
+	// The old programs' slow path has its pin for as long as they need it.
+	d.objs.PwCalls, objs.PwCalls = objs.PwCalls, d.objs.PwCalls
 	if err := objs.DpMaps.Close(); err != nil {
 		return fmt.Errorf("close duplicate map handles: %w", err)
 	}
@@ -284,7 +296,7 @@ func Cleanup(bpffs string) error {
 	if _, err := os.Stat(bpffs); errors.Is(err, os.ErrNotExist) {
 		return removeFilters()
 	}
-	for _, dir := range []string{linksDir(bpffs), mapsDir(bpffs)} {
+	for _, dir := range []string{linksDir(bpffs), callsDir(bpffs), mapsDir(bpffs)} {
 		entries, err := os.ReadDir(dir)
 		if err != nil && !errors.Is(err, os.ErrNotExist) {
 			errs = append(errs, fmt.Errorf("list %s: %w", dir, err))

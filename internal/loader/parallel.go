@@ -1,8 +1,12 @@
 package loader
 
 import (
+	"cmp"
 	"errors"
+	"fmt"
+	"maps"
 	"runtime"
+	"slices"
 	"sync"
 
 	"github.com/cilium/ebpf"
@@ -18,6 +22,12 @@ func loadInto(spec *ebpf.CollectionSpec, pins string, objs *bpf.DpObjects) (err 
 	only := func(programs map[string]*ebpf.ProgramSpec) *ebpf.CollectionSpec {
 		s := spec.Copy()
 		s.Programs = programs
+		// Filled below: the programs they name are not in this part.
+		for _, m := range s.Maps {
+			if m.Type == ebpf.ProgramArray {
+				m.Contents = nil
+			}
+		}
 		return s
 	}
 	all, err := ebpf.NewCollectionWithOptions(only(nil), ebpf.CollectionOptions{
@@ -32,11 +42,15 @@ func loadInto(spec *ebpf.CollectionSpec, pins string, objs *bpf.DpObjects) (err 
 		wg   sync.WaitGroup
 		free = make(chan struct{}, runtime.GOMAXPROCS(0))
 	)
-	for name, p := range spec.Programs {
+	// The longest first: none of them is left over when the others are done.
+	names := slices.SortedFunc(maps.Keys(spec.Programs), func(a, b string) int {
+		return cmp.Compare(len(spec.Programs[b].Instructions), len(spec.Programs[a].Instructions))
+	})
+	for _, name := range names {
+		free <- struct{}{}
 		wg.Go(func() {
-			free <- struct{}{}
 			defer func() { <-free }()
-			c, e := ebpf.NewCollectionWithOptions(only(map[string]*ebpf.ProgramSpec{name: p.Copy()}), ebpf.CollectionOptions{
+			c, e := ebpf.NewCollectionWithOptions(only(map[string]*ebpf.ProgramSpec{name: spec.Programs[name].Copy()}), ebpf.CollectionOptions{
 				MapReplacements: all.Maps, Cache: cache,
 			})
 			mu.Lock()
@@ -52,6 +66,16 @@ func loadInto(spec *ebpf.CollectionSpec, pins string, objs *bpf.DpObjects) (err 
 	wg.Wait()
 	if err != nil {
 		return err
+	}
+	for name, m := range spec.Maps {
+		if m.Type != ebpf.ProgramArray {
+			continue
+		}
+		for _, kv := range m.Contents {
+			if err := all.Maps[name].Put(kv.Key, all.Programs[kv.Value.(string)]); err != nil {
+				return fmt.Errorf("fill map %s: %w", name, err)
+			}
+		}
 	}
 	return all.Assign(objs)
 }

@@ -24,6 +24,7 @@ func newMaps(t *testing.T, sizes map[string]uint32) Set {
 			m.MaxEntries = n
 		}
 	}
+	spec.Maps[bpf.DpMapPwCalls].Contents = nil // a program, which would be loaded too
 	var o bpf.DpMaps
 	if err := spec.LoadAndAssign(&o, nil); err != nil {
 		t.Fatal(err)

@@ -3,6 +3,8 @@ package packet
 import (
 	"testing"
 
+	"github.com/cilium/ebpf"
+
 	"github.com/podweir/podweir/internal/maps"
 )
 
@@ -12,18 +14,28 @@ func TestAllProgramsLoad(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	programs := map[string]*ebpf.Program{"slow": d.objs.Slow}
 	for _, h := range hooks() {
-		info, err := d.program(h).Info()
+		programs[maps.HookName(h)] = d.program(h)
+	}
+	all := uint32(0)
+	for name, p := range programs {
+		info, err := p.Info()
 		if err != nil {
 			t.Fatal(err)
 		}
 		n, ok := info.VerifiedInstructions()
-		if !ok || n == 0 || n > 1_000_000 {
-			t.Errorf("%s: %d verified instructions", maps.HookName(h), n)
+		if !ok || n == 0 {
+			t.Errorf("%s: %d verified instructions", name, n)
 		}
-		t.Logf("%-12s %6d instructions verified", maps.HookName(h), n)
-		if info.Name != maps.HookName(h) {
-			t.Errorf("program %s is called %q in the kernel", maps.HookName(h), info.Name)
+		t.Logf("%-12s %6d instructions verified", name, n)
+		if info.Name != name {
+			t.Errorf("program %s is called %q in the kernel", name, info.Name)
 		}
+		all += n
+	}
+	// Once the slow path was verified in every hook: 800,000.
+	if t.Logf("%-12s %6d", "together", all); all > 300_000 {
+		t.Errorf("%d instructions verified: an agent's start takes as long as they do", all)
 	}
 }

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
+/*
+ * The slow path of every hook, which jumps here (see pw_calls) with its packet
+ * in the scratch: a flow's first packet, one that its entry does not speak
+ * for, and ICMP errors.
+ */
+#include "answer.h"
+#include "decide.h"
+#include "deliver.h"
+#include "flow.h"
+#include "follow.h"
+#include "icmp.h"
+#include "mss.h"
+
+/*
+ * Is a SYN on this flow's tuple the first of a new one? After a closed one,
+ * and when its backend is gone.
+ */
+static __always_inline int pw_syn_starts(const struct pw_pkt *p, const struct pw_flow *f)
+{
+	if (pw_tcp_closed(f->tcp))
+		return 1;
+	return f->service && !(f->flags & PW_F_REPLY) && !pw_service_holds(&p->key, f);
+}
+
+/* How often a tuple is looked up anew when others are changing it. */
+#define PW_TRIES 3
+
+enum pw_review {
+	PW_REVIEW_OK = 0,      /* s->fwd is the action */
+	/* above: the reason of a drop */
+	PW_REVIEW_AGAIN = -1,  /* somebody else is changing it */
+	PW_REVIEW_FREE = -2,   /* the tuple is free for a new flow */
+};
+
+/*
+ * An entry that is there but not current: of another place, outlived, half
+ * of a flow, denied or decided from what has changed since.
+ */
+__noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow *f)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_place from;
+	int err;
+
+	if (!p || !f || !s)
+		return PW_DROP_HELPER;
+	if (!pw_same_place(&f->from, &p->from)) {
+		/*
+		 * Either a lie, or the address lives elsewhere by now: then
+		 * the old flow is over.
+		 */
+		pw_resolve(&p->key.src, &s->src);
+		from = p->from;
+		err = pw_check_source(p, &s->src);
+		p->from = from;
+		if (err)
+			return err == PW_DROP_SPOOFED_SOURCE ? PW_DROP_SPOOFED_FLOW : err;
+	} else if (!(pw_is_syn(p) && pw_syn_starts(p, f)) &&
+		   !pw_flow_expired(&p->key, f, PW_SCRATCH_PACKET) && pw_flow_whole(&p->key, f)) {
+		err = 0;
+		if (!pw_fresh(f)) {
+			pw_count(PW_FLOW_STALE, p->hook, p->v6, skb->len);
+			err = pw_redecide(skb, p, f);
+		}
+		if (!err) {
+			s->fwd = *f;
+			if (s->fwd.key_hash != pw_key_hash(&p->key))
+				return PW_REVIEW_AGAIN;
+			if (s->fwd.verdict != PW_VERDICT_ALLOW)
+				return s->fwd.reason ?: PW_DROP_HELPER;
+			pw_flow_touch(p, &s->fwd, f, skb->len);
+			return PW_REVIEW_OK;
+		}
+	}
+	if (!pw_flow_claim(&p->key, f, PW_SCRATCH_PACKET))
+		return PW_REVIEW_AGAIN;
+	pw_count(PW_FLOW_TAKEN_OVER, p->hook, p->v6, skb->len);
+	return PW_REVIEW_FREE;
+}
+
+/*
+ * Everything but the straight way. The tuple is looked up once more: it may
+ * have been promoted between the two tables' look-ups. 0 or a reason.
+ */
+static __always_inline int pw_slow(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	struct pw_flow *f;
+	int i, err;
+
+	for (i = 0; i < PW_TRIES; i++) {
+		f = pw_flow_find(&p->key);
+		if (!f)
+			break;
+		err = pw_review(skb, p, f);
+		if (err == PW_REVIEW_FREE)
+			break;
+		if (err != PW_REVIEW_AGAIN)
+			return err;
+	}
+	if (i == PW_TRIES)
+		return PW_DROP_FLOW_INSERT;
+	pw_count(PW_FLOW_MISS, p->hook, p->v6, skb->len);
+	return pw_decide(skb, p);
+}
+
+static __always_inline int pw_follow_error(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	int err = pw_icmp_error(skb, p);
+
+	if (!s)
+		return pw_drop(skb, p, PW_DROP_HELPER);
+	/* The node's own word to its own pods needs no flow. */
+	if (err == PW_DROP_ICMP_UNRELATED && p->from.kind == PW_PLACE_HOST)
+		return pw_pass(skb, p);
+	if (err)
+		return pw_drop(skb, p, err);
+	return pw_act(skb, p, &s->fwd, PW_ACT_FIRST);
+}
+
+/* Limits the packet, see pw_over_limit. Returns 0 or PW_DROP_TOO_BIG. */
+__noinline int pw_limit(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f)
+{
+	struct pw_scratch *s = pw_get_scratch();
+
+	if (!p || !f || !s)
+		return 0;
+	s->mtu = pw_tunnel_mtu(f);
+	if (!s->mtu)
+		return 0;
+	if (f->flags & PW_F_CLAMP && pw_clamp_mss(skb, p, s->mtu))
+		pw_count(PW_MSS_CLAMPED, p->hook, p->v6, skb->len);
+	return pw_exceeds(skb, p, f, s->mtu) ? PW_DROP_TOO_BIG : 0;
+}
+
+/* 0, and what is to be done is in s->fwd; or the reason of a drop. */
+static __always_inline int pw_find_action(struct __sk_buff *skb, struct pw_pkt *p,
+					  struct pw_scratch *s)
+{
+	if (!p->known)
+		return pw_slow(skb, p);
+	s->fwd = s->known;
+	return 0;
+}
+
+SEC("tc")
+int slow(struct __sk_buff *skb)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_pkt p;
+	int err;
+
+	if (!s)
+		return PW_SHOT;
+	p = s->pkt;
+	if (p.kind == PW_KIND_ICMP_ERROR)
+		return pw_follow_error(skb, &p);
+	err = pw_find_action(skb, &p, s);
+	if (err)
+		return pw_answer(skb, &p, err);
+	/* One too big that may not be told so is left to the device to fragment. */
+	if (s->fwd.flags & (PW_F_CLAMP | PW_F_TUNNEL) && pw_limit(skb, &p, &s->fwd) &&
+	    pw_tell_mtu(skb, &p))
+		return pw_send_back(skb, &p);
+	return pw_act(skb, &p, &s->fwd, s->pkt.known ? PW_ACT_KNOWN : PW_ACT_FIRST);
+}
