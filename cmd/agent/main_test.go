@@ -26,6 +26,7 @@ func TestBadFlags(t *testing.T) {
 		{"--routing-mode bird", "vxlan, cross-subnet, direct"},
 		{"--healthz-bind-address 10256", "ADDRESS:PORT"},
 		{"--metrics-bind-address 127.0.0.1:99999", "--metrics-bind-address"},
+		{"--pprof-bind-address 6060", "--pprof-bind-address"},
 		{"--healthz-bind-address localhost:10256", "must be ADDRESS:PORT"},
 		{"--service-node-port-range 30000", "30000-32767"},
 		{"--service-node-port-range 0-10", "no range of ports"},

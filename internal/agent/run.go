@@ -51,6 +51,7 @@ type Config struct {
 	Listen        string         // empty = not on TCP
 	HealthzBind   string         // for kube-proxy's /healthz and /livez; empty = not served
 	MetricsBind   string         // for the metrics once more; empty = not
+	PprofBind     string         // for profiles of the process; empty = not served
 	ServiceCIDRs  []netip.Prefix // besides those of ServiceCIDR objects
 	MTU           int            // of pods; 0 = from the node's device
 	Mode          tunnel.Mode
@@ -141,6 +142,9 @@ func Run(ctx context.Context, cfg Config) (err error) {
 			err = errors.Join(err, g.Wait())
 		}
 	}()
+	if err := servePprof(early, g, cfg.PprofBind); err != nil {
+		return err
+	}
 	stack, err := node.New(cfg.StateDir, log)
 	if err != nil {
 		return err
