@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 
@@ -349,8 +348,7 @@ func newSource(cfg Config, t *table.Tables) (source.Source, api.Source, error) {
 		return nil, api.Source{}, fmt.Errorf("API server: %w", err)
 	}
 	rc.UserAgent = "podweir-agent/" + cfg.Version
-	source.Configure(rc)
-	client, err := kubernetes.NewForConfig(rc)
+	client, err := source.NewClient(rc)
 	if err != nil {
 		return nil, api.Source{}, fmt.Errorf("API server %s: %w", rc.Host, err)
 	}
