@@ -42,15 +42,15 @@ type services struct {
 	ports   map[service.PortKey]*portState
 	// claims says which port has a frontend; waiting, which owners want one
 	// that another has, and wants the same by owner.
-	claims     map[maps.ServiceKey]service.PortKey
+	claims     map[maps.ServiceKey]*portState
 	waiting    map[maps.ServiceKey]map[service.Owner]struct{}
 	wants      map[service.Owner][]maps.ServiceKey
-	addrOwners map[maps.ServiceKey]map[service.Owner]struct{}
+	addrOwners map[maps.ServiceKey]int // how many owners mark the address as theirs
 
 	// What the maps hold, by the id of the service port: where frontends lead,
 	// and the states.
 	leads    map[maps.ServiceKey]uint32
-	statesOf map[uint32]map[maps.BackendStateKey]struct{}
+	statesOf map[uint32][]maps.BackendStateKey
 
 	ids, sets     map[uint32]struct{} // claimed by a port
 	nextID        uint32
@@ -61,11 +61,12 @@ type services struct {
 
 // portState is what a port has in the maps.
 type portState struct {
+	port      service.PortKey
 	id        uint32
 	frontends []maps.ServiceKey
 	sets      []backendSet // distinct ones
 	use       uses
-	states    map[maps.Backend]uint32
+	states    []service.BackendState // each backend once
 	ranges    []maps.SrcRangeKey
 	next      []backendSet // being written
 }
@@ -81,12 +82,12 @@ func newServices(st stores, now func() time.Time, changed func(maps.Addr)) (*ser
 		changed:    changed,
 		byOwner:    make(map[service.Owner]service.Compiled),
 		ports:      make(map[service.PortKey]*portState),
-		claims:     make(map[maps.ServiceKey]service.PortKey),
+		claims:     make(map[maps.ServiceKey]*portState),
 		waiting:    make(map[maps.ServiceKey]map[service.Owner]struct{}),
 		wants:      make(map[service.Owner][]maps.ServiceKey),
-		addrOwners: make(map[maps.ServiceKey]map[service.Owner]struct{}),
+		addrOwners: make(map[maps.ServiceKey]int),
 		leads:      make(map[maps.ServiceKey]uint32),
-		statesOf:   make(map[uint32]map[maps.BackendStateKey]struct{}),
+		statesOf:   make(map[uint32][]maps.BackendStateKey),
 		ids:        make(map[uint32]struct{}),
 		sets:       make(map[uint32]struct{}),
 		nextID:     1,
@@ -217,7 +218,7 @@ func (s *services) giveUp(dirty map[service.Owner]service.Compiled) (again []ser
 				continue
 			}
 			for _, f := range st.frontends {
-				if want[f] == key || s.claims[f] != key {
+				if want[f] == key || s.claims[f] != st {
 					continue
 				}
 				delete(s.claims, f)
@@ -247,8 +248,8 @@ func (s *services) forget(key service.PortKey, st *portState) {
 	for _, set := range st.sets {
 		s.bury(set, st.frontends)
 	}
-	for b := range st.states {
-		s.states.Delete(stateKey(st.id, b))
+	for _, b := range st.states {
+		s.states.Delete(stateKey(st.id, b.Backend))
 	}
 	for _, k := range st.ranges {
 		s.ranges.Delete(k)
@@ -259,20 +260,19 @@ func (s *services) forget(key service.PortKey, st *portState) {
 
 // point makes the frontends of a port lead to its sets.
 func (s *services) point(owner service.Owner, p *service.Port) (errs []error) {
-	key := p.Key()
-	st := s.ports[key]
+	st := s.ports[p.Key()]
 	st.frontends = nil
 	for _, f := range p.Frontends {
-		if other, taken := s.claims[f.Key]; taken && other != key {
+		if other, taken := s.claims[f.Key]; taken && other != st {
 			if s.waiting[f.Key] == nil {
 				s.waiting[f.Key] = make(map[service.Owner]struct{})
 			}
 			s.waiting[f.Key][owner] = struct{}{}
 			s.wants[owner] = append(s.wants[owner], f.Key)
-			errs = append(errs, fmt.Errorf("frontend %s of %s %w %s", maps.KeyString(f.Key), key, errTaken, other))
+			errs = append(errs, fmt.Errorf("frontend %s of %s %w %s", maps.KeyString(f.Key), st.port, errTaken, other.port))
 			continue
 		}
-		s.claims[f.Key] = key
+		s.claims[f.Key] = st
 		st.frontends = append(st.frontends, f.Key)
 		s.frontends.Set(f.Key, st.value(p, f.Kind))
 	}
@@ -281,22 +281,22 @@ func (s *services) point(owner service.Owner, p *service.Port) (errs []error) {
 
 // own writes the entries that mark addresses as some service's.
 func (s *services) own(owner service.Owner, c service.Compiled) {
-	for _, a := range s.byOwner[owner].Addrs {
+	had := s.byOwner[owner].Addrs
+	for _, a := range had {
 		if slices.Contains(c.Addrs, a) {
 			continue
 		}
 		k := service.OwnerKey(a)
-		if delete(s.addrOwners[k], owner); len(s.addrOwners[k]) == 0 {
+		if s.addrOwners[k]--; s.addrOwners[k] == 0 {
 			delete(s.addrOwners, k)
 			s.frontends.Delete(k)
 		}
 	}
 	for _, a := range c.Addrs {
 		k := service.OwnerKey(a)
-		if s.addrOwners[k] == nil {
-			s.addrOwners[k] = make(map[service.Owner]struct{})
+		if !slices.Contains(had, a) {
+			s.addrOwners[k]++
 		}
-		s.addrOwners[k][owner] = struct{}{}
 		s.frontends.Set(k, maps.Service{Flags: maps.ServiceAddrOwned})
 	}
 }
@@ -312,7 +312,7 @@ func (s *services) flush() error {
 	leads := func(k maps.ServiceKey) {
 		v, ok := s.frontends.Actual(k)
 		if old := s.leads[k]; old != v.Id {
-			for b := range s.statesOf[old] {
+			for _, b := range s.statesOf[old] {
 				lost[b.Addr] = struct{}{}
 			}
 			if old == 0 && v.Flags&maps.ServiceExternal != 0 {
@@ -331,10 +331,8 @@ func (s *services) flush() error {
 	gone := s.states.Prune()
 	for _, k := range gone.Removed {
 		lost[k.Addr] = struct{}{}
-		if delete(s.statesOf[k.Service], k); len(s.statesOf[k.Service]) == 0 {
-			delete(s.statesOf, k.Service)
-		}
 	}
+	s.lostStates(gone.Removed)
 	more, less := s.ranges.Upsert(), s.ranges.Prune()
 	if len(lost) > 0 {
 		g := grave{at: s.now().Add(setLinger)}

@@ -160,8 +160,12 @@ func (s *services) commit(p *service.Port) error {
 				s.bury(set, nil)
 			}
 		}
+		former := make(map[maps.Backend]uint32, len(st.states))
+		for _, b := range st.states {
+			former[b.Backend] = b.Flags
+		}
 		for _, b := range p.States {
-			if old, ok := st.states[b.Backend]; ok {
+			if old, ok := former[b.Backend]; ok {
 				s.states.Set(stateKey(st.id, b.Backend), old)
 			} else {
 				s.states.Delete(stateKey(st.id, b.Backend))
@@ -183,16 +187,16 @@ func (s *services) commit(p *service.Port) error {
 			s.bury(set, st.frontends)
 		}
 	}
-	states := make(map[maps.Backend]uint32, len(p.States))
+	kept := make(map[maps.Backend]struct{}, len(p.States))
 	for _, b := range p.States {
-		states[b.Backend] = b.Flags
+		kept[b.Backend] = struct{}{}
 	}
-	for b := range st.states {
-		if _, kept := states[b]; !kept {
-			s.states.Delete(stateKey(st.id, b))
+	for _, b := range st.states {
+		if _, ok := kept[b.Backend]; !ok {
+			s.states.Delete(stateKey(st.id, b.Backend))
 		}
 	}
-	st.states = states
+	st.states = p.States
 	return noTable
 }
 
@@ -267,7 +271,7 @@ func (s *services) restrict(p *service.Port) (errs []error) {
 // sets and the states that an earlier run left under its frontends, if no
 // other port has them.
 func (s *services) adopt(p *service.Port) *portState {
-	st := &portState{states: make(map[maps.Backend]uint32)}
+	st := &portState{port: p.Key()}
 	for _, f := range p.Frontends {
 		v, ok := s.frontends.Actual(f.Key)
 		if !s.leftoversFrom.IsZero() {
@@ -283,10 +287,10 @@ func (s *services) adopt(p *service.Port) *portState {
 	}
 	s.ids[st.id] = struct{}{}
 	s.adoptSets(st, p)
-	for k := range s.statesOf[st.id] {
+	for _, k := range s.statesOf[st.id] {
 		v, _ := s.states.Actual(k)
 		s.states.Set(k, v)
-		st.states[maps.Backend{Addr: k.Addr, Port: k.Port}] = v
+		st.states = append(st.states, service.BackendState{Backend: maps.Backend{Addr: k.Addr, Port: k.Port}, Flags: v})
 	}
 	return st
 }
@@ -418,11 +422,26 @@ func (s *services) upsertStates() reconcile.Result[maps.BackendStateKey] {
 	return r
 }
 
+// hasState notes a state that was not in the map before.
 func (s *services) hasState(k maps.BackendStateKey) {
-	if s.statesOf[k.Service] == nil {
-		s.statesOf[k.Service] = make(map[maps.BackendStateKey]struct{})
+	s.statesOf[k.Service] = append(s.statesOf[k.Service], k)
+}
+
+// lostStates takes states that were removed out of the index.
+func (s *services) lostStates(keys []maps.BackendStateKey) {
+	gone := make(map[uint32]map[maps.BackendStateKey]struct{})
+	for _, k := range keys {
+		if gone[k.Service] == nil {
+			gone[k.Service] = make(map[maps.BackendStateKey]struct{})
+		}
+		gone[k.Service][k] = struct{}{}
 	}
-	s.statesOf[k.Service][k] = struct{}{}
+	for id, of := range gone {
+		left := slices.DeleteFunc(s.statesOf[id], func(k maps.BackendStateKey) bool { _, ok := of[k]; return ok })
+		if s.statesOf[id] = left; len(left) == 0 {
+			delete(s.statesOf, id)
+		}
+	}
 }
 
 func stateKey(id uint32, b maps.Backend) maps.BackendStateKey {

@@ -136,13 +136,15 @@ func (t *Table[K, V]) Set(k K, v V) {
 	t.touch(k, want[V]{v, true})
 }
 
-// touch marks a key. A map that was large once is slow to walk when it is
-// nearly empty: it begins anew when it is empty.
-func (t *Table[K, V]) touch(k K, w want[V]) {
+func (t *Table[K, V]) touch(k K, w want[V]) { t.dirty[k] = w }
+
+// settled is called when keys were taken from those marked. A map that was
+// large once takes its memory, and is slow to walk, when it is nearly empty: it
+// begins anew when it is empty.
+func (t *Table[K, V]) settled() {
 	if len(t.dirty) == 0 {
 		t.dirty = make(map[K]want[V])
 	}
-	t.dirty[k] = w
 }
 
 // Delete desires that an entry is gone.
@@ -174,6 +176,7 @@ func (t *Table[K, V]) Len() int { return len(t.actual) }
 
 // Upsert writes what is missing or differs.
 func (t *Table[K, V]) Upsert() Result[K] {
+	defer t.settled()
 	now := t.now()
 	var puts map[K]V
 	for k, w := range t.dirty {
@@ -218,6 +221,7 @@ func (t *Table[K, V]) Upsert() Result[K] {
 
 // Prune removes what is there and not desired.
 func (t *Table[K, V]) Prune() Result[K] {
+	defer t.settled()
 	now := t.now()
 	var keys []K
 	for k, w := range t.dirty {
