@@ -19,19 +19,21 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/podweir/podweir/internal/agent"
+	"github.com/podweir/podweir/internal/heap"
 	"github.com/podweir/podweir/internal/loader"
 	"github.com/podweir/podweir/internal/service"
 	"github.com/podweir/podweir/internal/tunnel"
 )
 
-// gcPercent trades processor time, of which the agent needs little once it is
-// ready, for memory, which it holds for good. GOGC overrides it.
-const gcPercent = 50
+const (
+	// gcPercent trades processor time, of which the agent needs little once it
+	// is ready, for memory, which it holds for good.
+	gcPercent = 50
+	// startRoom is what the heap may grow by between collections until then.
+	startRoom = 20 << 20
+)
 
 func main() {
-	if os.Getenv("GOGC") == "" {
-		debug.SetGCPercent(gcPercent)
-	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
 	defer stop()
 	if err := command().ExecuteContext(ctx); err != nil {
@@ -72,6 +74,7 @@ When it stops, programs and maps stay in place and traffic goes on;
 			if err := f.complete(); err != nil {
 				return err
 			}
+			f.Settled = heap.Start(startRoom, gcPercent)
 			return agent.Run(cmd.Context(), f.Config)
 		},
 	}

@@ -55,6 +55,7 @@ type Options struct {
 	NodePorts     service.PortRange    // zero = any port
 	NodePortAddrs tunnel.NodePortAddrs // where they answer; zero = on all addresses
 	MaglevSize    uint32               // 0 = by the number of backends
+	Settled       func()               // see [Config]
 	Log           *slog.Logger
 }
 

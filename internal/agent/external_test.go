@@ -305,7 +305,7 @@ func TestServiceExternalNoRoom(t *testing.T) {
 	owner := service.Service("default", "web")
 	web := external{name: "web", port: 30080, here: []string{"10.244.80.66"}, others: []string{"10.244.158.65"}}
 	b.maglev.size = 8
-	_, errs := b.s.apply(web.compiled())
+	_, errs := b.s.apply(web.compiled(), false)
 	if !errors.Is(errs[owner], maps.ErrFull) {
 		t.Errorf("error %v", errs[owner])
 	}
@@ -326,7 +326,7 @@ func TestServiceExternalNoRoom(t *testing.T) {
 	}
 	b.states.size = 2
 	web.others, b.lost = []string{"10.244.158.66"}, nil
-	if _, errs = b.s.apply(web.compiled()); !errors.Is(errs[owner], maps.ErrFull) {
+	if _, errs = b.s.apply(web.compiled(), false); !errors.Is(errs[owner], maps.ErrFull) {
 		t.Errorf("error %v", errs[owner])
 	}
 	if got := b.services.m[key(lbIP, 80)]; got != v {
@@ -351,7 +351,7 @@ func TestServiceConflictByAge(t *testing.T) {
 	}
 	for range 5 {
 		b := newServiceBench(t, st, c)
-		_, errs := b.s.apply(both)
+		_, errs := b.s.apply(both, false)
 		if len(errs) != 1 || errs[service.Service("default", "a")] == nil {
 			t.Errorf("errors %v", errs)
 		}
@@ -419,7 +419,7 @@ func BenchmarkServices10000(b *testing.B) {
 			b.Fatal(err)
 		}
 		start := time.Now()
-		if _, errs := s.apply(all); len(errs) != 0 {
+		if _, errs := s.apply(all, false); len(errs) != 0 {
 			b.Fatal(errs)
 		}
 		s.buryLeftovers()
@@ -430,7 +430,7 @@ func BenchmarkServices10000(b *testing.B) {
 			x.Ports[0].States = x.Ports[0].States[:3]
 		}
 		start = time.Now()
-		if _, errs := s.apply(c); len(errs) != 0 {
+		if _, errs := s.apply(c, false); len(errs) != 0 {
 			b.Fatal(errs)
 		}
 		b.ReportMetric(float64(time.Since(start).Microseconds()), "us/change")

@@ -61,6 +61,7 @@ type Config struct {
 	MaglevSize    uint32               // of every table, a prime; 0 = by the number of backends
 	Mark          uint32
 	Version       string
+	Settled       func() // called when all objects have been applied once; nil = nobody is
 	Log           *slog.Logger
 }
 
@@ -176,7 +177,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	alloc := new(ipam.Allocator)
 	a, err := New(Options{
 		NodeName: cfg.NodeName, ServiceCIDRs: cfg.ServiceCIDRs, MTU: cfg.MTU, VNI: DefaultVNI, Mode: cfg.Mode,
-		NodePorts: cfg.NodePorts, NodePortAddrs: cfg.NodePortAddrs, MaglevSize: cfg.MaglevSize, Log: log,
+		NodePorts: cfg.NodePorts, NodePortAddrs: cfg.NodePortAddrs, MaglevSize: cfg.MaglevSize, Settled: cfg.Settled, Log: log,
 	}, tables, dp, stack, alloc)
 	if err != nil {
 		return err

@@ -116,10 +116,12 @@ func newServices(st stores, now func() time.Time, changed func(maps.Addr)) (*ser
 }
 
 // apply brings the owners given to their compiled state; a zero Compiled
-// removes one. It returns the owners to compile and apply again, because a
-// frontend they wanted has become free or their backends found no room, and
-// what went wrong by owner.
-func (s *services) apply(dirty map[service.Owner]service.Compiled) (again []service.Owner, errs map[service.Owner]error) {
+// removes one. more says that this is a part of them, younger ones follow, and
+// nothing is to be removed before the last part: at start that would be all
+// which an earlier run left and nobody has asked for yet. It returns the owners
+// to compile and apply again, because a frontend they wanted has become free or
+// their backends found no room, and what went wrong by owner.
+func (s *services) apply(dirty map[service.Owner]service.Compiled, more bool) (again []service.Owner, errs map[service.Owner]error) {
 	errs = make(map[service.Owner]error)
 	fail := func(o service.Owner, err error) {
 		if err != nil {
@@ -163,7 +165,7 @@ func (s *services) apply(dirty map[service.Owner]service.Compiled) (again []serv
 			s.byOwner[o.owner] = o.Compiled
 		}
 	}
-	_ = s.flush() // its errors are those of the entries below, or of retry
+	_ = s.flush(more) // its errors are those of the entries below, or of retry
 	each(func(o service.Owner, p *service.Port) {
 		for _, f := range s.ports[p.Key()].frontends {
 			fail(o, s.frontends.Err(f))
@@ -177,23 +179,31 @@ func (s *services) apply(dirty map[service.Owner]service.Compiled) (again []serv
 	return again, errs
 }
 
-// ordered is an owner of a round with what it compiled to; that of one which
-// is removed has no owner in it.
+// ordered is an owner with when it was created; zero if it is removed.
 type ordered struct {
-	owner service.Owner
+	owner   service.Owner
+	created time.Time
+}
+
+// compare sorts owners: removed ones, then by age, then by name.
+func (a ordered) compare(b ordered) int {
+	return cmp.Or(a.created.Compare(b.created), cmp.Compare(a.owner.Namespace, b.owner.Namespace),
+		cmp.Compare(a.owner.Name, b.owner.Name), cmp.Compare(a.owner.Kind, b.owner.Kind))
+}
+
+// toApply is an owner of a round with what it compiled to; that of one which
+// is removed has no owner in it.
+type toApply struct {
+	ordered
 	service.Compiled
 }
 
-// inOrder sorts owners: removed ones, then by age, then by name.
-func inOrder(dirty map[service.Owner]service.Compiled) []ordered {
-	out := make([]ordered, 0, len(dirty))
+func inOrder(dirty map[service.Owner]service.Compiled) []toApply {
+	out := make([]toApply, 0, len(dirty))
 	for o, c := range dirty {
-		out = append(out, ordered{o, c})
+		out = append(out, toApply{ordered{o, c.Created}, c})
 	}
-	slices.SortFunc(out, func(a, b ordered) int {
-		return cmp.Or(a.Created.Compare(b.Created), cmp.Compare(a.owner.Namespace, b.owner.Namespace),
-			cmp.Compare(a.owner.Name, b.owner.Name), cmp.Compare(a.owner.Kind, b.owner.Kind))
-	})
+	slices.SortFunc(out, func(a, b toApply) int { return a.compare(b.ordered) })
 	return out
 }
 
@@ -306,8 +316,9 @@ func (s *services) own(owner service.Owner, c service.Compiled) {
 // gone, of all backends that a frontend led to which now leads elsewhere or
 // nowhere, and of the address of a new external frontend, which may have been
 // somebody's without the service. A packet that found the old entries a moment ago may still make
-// a flow of them: the generations move once more when it is over.
-func (s *services) flush() error {
+// a flow of them: the generations move once more when it is over. more: nothing
+// is removed yet, see apply.
+func (s *services) flush(more bool) error {
 	lost := make(map[maps.Addr]struct{})
 	leads := func(k maps.ServiceKey) {
 		v, ok := s.frontends.Actual(k)
@@ -323,17 +334,28 @@ func (s *services) flush() error {
 			delete(s.leads, k)
 		}
 	}
-	up, down := s.frontends.Upsert(), s.frontends.Prune()
+	up := s.frontends.Upsert()
+	var down reconcile.Result[maps.ServiceKey]
+	if !more {
+		down = s.frontends.Prune()
+	}
 	for _, k := range slices.Concat(up.Changed, up.Added, down.Removed) {
 		leads(k)
 	}
 	added := s.upsertStates()
-	gone := s.states.Prune()
+	var gone reconcile.Result[maps.BackendStateKey]
+	if !more {
+		gone = s.states.Prune()
+	}
 	for _, k := range gone.Removed {
 		lost[k.Addr] = struct{}{}
 	}
 	s.lostStates(gone.Removed)
-	more, less := s.ranges.Upsert(), s.ranges.Prune()
+	ranges := s.ranges.Upsert()
+	var left reconcile.Result[maps.SrcRangeKey]
+	if !more {
+		left = s.ranges.Prune()
+	}
 	if len(lost) > 0 {
 		g := grave{at: s.now().Add(setLinger)}
 		for a := range lost {
@@ -342,11 +364,11 @@ func (s *services) flush() error {
 		}
 		s.graves = append(s.graves, g)
 	}
-	return errors.Join(up.Err(), down.Err(), added.Err(), gone.Err(), more.Err(), less.Err())
+	return errors.Join(up.Err(), down.Err(), added.Err(), gone.Err(), ranges.Err(), left.Err())
 }
 
 // retry writes what failed before and is due again.
-func (s *services) retry() error { return s.flush() }
+func (s *services) retry() error { return s.flush(false) }
 
 // nextRetry is when a failed entry is due again; zero: none failed.
 func (s *services) nextRetry() (next time.Time) {
