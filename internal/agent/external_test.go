@@ -81,7 +81,7 @@ func (b *serviceBench) empty(t *testing.T) {
 	if n := len(b.services.m) + len(b.backends.m) + len(b.maglev.m) + len(b.states.m) + len(b.ranges.m); n != 0 {
 		t.Errorf("left over in maps: %v %v %v %v %v", b.services.m, b.backends.m, b.maglev.m, b.states.m, b.ranges.m)
 	}
-	if n := len(s.ports) + len(s.claims) + len(s.addrOwners) + len(s.ids) + len(s.sets) + len(s.leads) +
+	if n := len(s.ports) + len(s.claims) + len(s.addrOwners) + len(s.ids) + len(s.sets) +
 		len(s.statesOf) + len(s.waiting) + len(s.wants) + len(s.graves); n != 0 {
 		t.Errorf("left over: %+v", s)
 	}

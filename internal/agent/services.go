@@ -47,9 +47,7 @@ type services struct {
 	wants      map[service.Owner][]maps.ServiceKey
 	addrOwners map[maps.ServiceKey]int // how many owners mark the address as theirs
 
-	// What the maps hold, by the id of the service port: where frontends lead,
-	// and the states.
-	leads    map[maps.ServiceKey]uint32
+	// The states that the map holds, by the id of the service port.
 	statesOf map[uint32][]maps.BackendStateKey
 
 	ids, sets     map[uint32]struct{} // claimed by a port
@@ -86,7 +84,6 @@ func newServices(st stores, now func() time.Time, changed func(maps.Addr)) (*ser
 		waiting:    make(map[maps.ServiceKey]map[service.Owner]struct{}),
 		wants:      make(map[service.Owner][]maps.ServiceKey),
 		addrOwners: make(map[maps.ServiceKey]int),
-		leads:      make(map[maps.ServiceKey]uint32),
 		statesOf:   make(map[uint32][]maps.BackendStateKey),
 		ids:        make(map[uint32]struct{}),
 		sets:       make(map[uint32]struct{}),
@@ -97,8 +94,7 @@ func newServices(st stores, now func() time.Time, changed func(maps.Addr)) (*ser
 	if err != nil {
 		return nil, err
 	}
-	for k, v := range s.frontends.All() {
-		s.leads[k] = v.Id
+	for _, v := range s.frontends.All() {
 		s.nextID = max(s.nextID, v.Id+1)
 		s.nextSet = max(s.nextSet, v.Set+1, v.ExtSet+1)
 	}
@@ -315,23 +311,29 @@ func (s *services) own(owner service.Owner, c service.Compiled) {
 // and moves the generations of the addresses involved: of backends that are
 // gone, of all backends that a frontend led to which now leads elsewhere or
 // nowhere, and of the address of a new external frontend, which may have been
-// somebody's without the service. A packet that found the old entries a moment ago may still make
-// a flow of them: the generations move once more when it is over. more: nothing
-// is removed yet, see apply.
+// somebody's without the service. A packet that found the old entries a moment ago
+// may still make a flow of them: the generations move once more when it is over.
+// more: nothing is removed yet, see apply.
 func (s *services) flush(more bool) error {
 	lost := make(map[maps.Addr]struct{})
+	led := make(map[maps.ServiceKey]uint32) // where, so far
+	for k := range s.frontends.Unsettled() {
+		if _, stays := s.frontends.Desired(k); more && !stays {
+			continue
+		}
+		if v, ok := s.frontends.Actual(k); ok {
+			led[k] = v.Id
+		}
+	}
 	leads := func(k maps.ServiceKey) {
-		v, ok := s.frontends.Actual(k)
-		if old := s.leads[k]; old != v.Id {
+		v, _ := s.frontends.Actual(k)
+		if old := led[k]; old != v.Id {
 			for _, b := range s.statesOf[old] {
 				lost[b.Addr] = struct{}{}
 			}
 			if old == 0 && v.Flags&maps.ServiceExternal != 0 {
 				lost[k.Addr] = struct{}{}
 			}
-		}
-		if s.leads[k] = v.Id; !ok {
-			delete(s.leads, k)
 		}
 	}
 	up := s.frontends.Upsert()

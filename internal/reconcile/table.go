@@ -3,8 +3,11 @@ package reconcile
 import (
 	"errors"
 	"fmt"
+	"iter"
 	"sort"
 	"time"
+
+	gomaps "maps"
 
 	"github.com/podweir/podweir/internal/maps"
 )
@@ -170,6 +173,10 @@ func (t *Table[K, V]) Err(k K) error { return t.failed[k].err }
 
 // All is the shadow: read it, never change it.
 func (t *Table[K, V]) All() map[K]V { return t.actual }
+
+// Unsettled are the keys whose desired state may be another than the actual
+// one.
+func (t *Table[K, V]) Unsettled() iter.Seq[K] { return gomaps.Keys(t.dirty) }
 
 // Len is how many entries the map holds.
 func (t *Table[K, V]) Len() int { return len(t.actual) }

@@ -289,6 +289,7 @@ func (p *Port) choose(endpoints []Endpoint, internal, external Scope, node Node)
 		if s == Local {
 			from = local
 		}
+		list = slices.Grow(list, len(from))
 		for i := range from {
 			list = append(list, from[i].Backend)
 		}
@@ -311,6 +312,7 @@ func (p *Port) choose(endpoints []Endpoint, internal, external Scope, node Node)
 			flags[b] |= of.flag
 		}
 	}
+	p.States = slices.Grow(p.States, len(endpoints))
 	for i := range endpoints {
 		if e := &endpoints[i]; e.Serving {
 			p.States = append(p.States, BackendState{e.Backend, flags[e.Backend] | maps.BackendServing})
