@@ -19,12 +19,12 @@ import (
 // below (runtime/mgcpacer.go); it grows with the percentage.
 const runtimeMin = 4 << 20
 
-// growth is what the heap may grow by while the process starts, in percent of
-// what is alive, besides the room it is given.
-const growth = 20
+// growth is what a heap may grow by while the process starts, in percent of
+// what is alive, where that is more than the room it is given.
+const growth = 25
 
-// Start lets the heap grow by room bytes, and a little more the more of it is
-// alive, before it is collected. The function returned ends that: percent holds
+// Start lets the heap grow by room bytes before it is collected, and by a share
+// of what is alive if that is more. The function returned ends that: percent holds
 // from then on, and what is free goes back to the system.
 func Start(room uint64, percent int) (settle func()) {
 	if os.Getenv("GOGC") != "" {
@@ -68,9 +68,9 @@ func (p *pacer) collected() {
 	p.await()
 }
 
-// startPercent is the percentage at which a heap grows by room and growth.
+// startPercent is the percentage at which a heap grows by room or growth.
 func startPercent(alive, room uint64) int {
-	return growth + int(room*100/max(alive, runtimeMin))
+	return max(growth, int(room*100/max(alive, runtimeMin)))
 }
 
 // alive is what the last collection left, in bytes.

@@ -51,7 +51,7 @@ func TestStartPercent(t *testing.T) {
 		alive, room uint64
 		want        int
 	}{
-		{0, 20 << 20, 520}, {20 << 20, 20 << 20, 120}, {40 << 20, 20 << 20, 70}, {2000 << 20, 20 << 20, 21},
+		{0, 20 << 20, 500}, {20 << 20, 20 << 20, 100}, {40 << 20, 20 << 20, 50}, {2000 << 20, 20 << 20, 25},
 	} {
 		if got := startPercent(c.alive, c.room); got != c.want {
 			t.Errorf("%d MiB alive, room of %d MiB: %d%%, want %d%%", c.alive>>20, c.room>>20, got, c.want)
