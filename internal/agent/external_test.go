@@ -273,6 +273,9 @@ func TestServiceRestartExternal(t *testing.T) {
 		t.Errorf("written: %v", st.lines[n:])
 	}
 	b.lostAre(t)
+	if len(b.s.tables.pending) != 0 {
+		t.Error("entries are kept of tables that are as they should be")
+	}
 
 	b = newServiceBench(t, st, c)
 	web.port, web.here = 30081, []string{"10.244.80.66", "10.244.80.68"}

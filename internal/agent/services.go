@@ -31,7 +31,8 @@ type services struct {
 	now       func() time.Time
 	frontends *reconcile.Table[maps.ServiceKey, maps.Service]
 	backends  *reconcile.Table[maps.BackendKey, maps.Backend]
-	maglev    *reconcile.Table[maps.MaglevKey, maps.Maglev]
+	maglev    *reconcile.Table[uint32, maglevTable] // by set
+	tables    *maglevStore                          // behind it
 	states    *reconcile.Table[maps.BackendStateKey, uint32]
 	ranges    *reconcile.Table[maps.SrcRangeKey, uint32]
 	// changed is told of every address whose flows have to be decided again;
@@ -70,11 +71,13 @@ type portState struct {
 }
 
 func newServices(st stores, now func() time.Time, changed func(maps.Addr)) (*services, error) {
+	tables := newMaglevStore(st.maglev)
 	s := &services{
 		now:        now,
 		frontends:  reconcile.New(st.services),
 		backends:   reconcile.New(st.backends),
-		maglev:     reconcile.New(st.maglev),
+		maglev:     reconcile.New(tables),
+		tables:     tables,
 		states:     reconcile.New(st.states),
 		ranges:     reconcile.New(st.ranges),
 		changed:    changed,
@@ -105,8 +108,8 @@ func newServices(st stores, now func() time.Time, changed func(maps.Addr)) (*ser
 	for k := range s.backends.All() {
 		s.nextSet = max(s.nextSet, k.Set+1)
 	}
-	for k := range s.maglev.All() {
-		s.nextSet = max(s.nextSet, k.Set+1)
+	for set := range s.maglev.All() {
+		s.nextSet = max(s.nextSet, set+1)
 	}
 	return s, nil
 }

@@ -39,7 +39,7 @@ func newServiceBench(t *testing.T, st *memStores, c *clock) *serviceBench {
 					}
 				}
 			}
-			for i := range (v.Maglev + chunkLen - 1) / chunkLen {
+			for i := range (v.Maglev + uint32(len(maps.Maglev{}.Slot)) - 1) / uint32(len(maps.Maglev{}.Slot)) {
 				chunk, ok := st.maglev.m[maps.MaglevKey{Set: v.ExtSet, Chunk: i}]
 				if !ok || uint32(slices.Max(chunk.Slot[:])) >= v.ExtCount {
 					t.Errorf("after %q: %s has a table of set %d of %d, chunk %d: %v", last, maps.KeyString(k), v.ExtSet, v.ExtCount, i, chunk)

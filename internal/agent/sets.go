@@ -128,23 +128,27 @@ func (s *services) desire(set backendSet) {
 		s.backends.Set(maps.BackendKey{Set: set.num, Slot: uint32(i)}, b)
 	}
 	if set.maglev != 0 {
-		for k, v := range service.MaglevChunks(set.num, service.Maglev(set.backends, set.maglev)) {
-			s.maglev.Set(k, v)
+		entries := service.MaglevChunks(service.Maglev(set.backends, set.maglev))
+		table := s.tables.table(entries)
+		if have, ok := s.maglev.Actual(set.num); !ok || have != table {
+			s.tables.prepare(set.num, entries)
 		}
+		s.maglev.Set(set.num, table)
 	}
 }
 
-// entries calls f for the keys of a set.
-func (set *backendSet) entries(backend func(maps.BackendKey), chunk func(maps.MaglevKey)) {
+// dropTable asks for the removal of the Maglev table of a set.
+func (s *services) dropTable(set uint32) {
+	s.tables.forget(set)
+	s.maglev.Delete(set)
+}
+
+// entries calls f for the keys of a set's backends.
+func (set *backendSet) entries(f func(maps.BackendKey)) {
 	for i := range set.backends {
-		backend(maps.BackendKey{Set: set.num, Slot: uint32(i)})
-	}
-	for i := range (set.maglev + chunkLen - 1) / chunkLen {
-		chunk(maps.MaglevKey{Set: set.num, Chunk: i})
+		f(maps.BackendKey{Set: set.num, Slot: uint32(i)})
 	}
 }
-
-const chunkLen = uint32(len(maps.Maglev{}.Slot))
 
 // commit is called when what prepare asked for was tried: with an entry
 // missing, the port stays with the sets and states it has, except that it can
@@ -208,9 +212,8 @@ func (s *services) withoutTable(st *portState, next []backendSet) (err error) {
 		if set.maglev == 0 || st.has(set.num) {
 			continue
 		}
-		set.entries(func(maps.BackendKey) {}, func(k maps.MaglevKey) { err = firstErr(err, s.maglev, k) })
-		if err != nil {
-			set.entries(func(maps.BackendKey) {}, s.maglev.Delete)
+		if err = s.maglev.Err(set.num); err != nil {
+			s.dropTable(set.num)
 			set.maglev = 0
 			return fmt.Errorf("no Maglev table, other nodes may choose other backends: %w", err)
 		}
@@ -228,7 +231,7 @@ func (s *services) missing(st *portState, p *service.Port, next []backendSet) (e
 		if st.has(next[i].num) {
 			continue
 		}
-		next[i].entries(func(k maps.BackendKey) { err = firstErr(err, s.backends, k) }, func(maps.MaglevKey) {})
+		next[i].entries(func(k maps.BackendKey) { err = firstErr(err, s.backends, k) })
 	}
 	for _, b := range p.States {
 		err = firstErr(err, s.states, stateKey(st.id, b.Backend))
@@ -380,7 +383,10 @@ func (s *services) sweep() (next time.Time, err error) {
 		}
 		due = true
 		delete(s.sets, g.num)
-		g.entries(s.backends.Delete, s.maglev.Delete)
+		g.entries(s.backends.Delete)
+		if g.maglev != 0 {
+			s.dropTable(g.num)
+		}
 		for _, a := range g.lost {
 			s.changed(a)
 		}
