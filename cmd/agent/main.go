@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"runtime/debug"
 	"strconv"
 	"strings"
@@ -28,7 +29,7 @@ import (
 const (
 	// gcPercent trades processor time, of which the agent needs little once it
 	// is ready, for memory, which it holds for good.
-	gcPercent = 50
+	gcPercent = 40
 	// startRoom is what the heap may grow by between collections until then.
 	startRoom = 20 << 20
 )
@@ -73,6 +74,9 @@ When it stops, programs and maps stay in place and traffic goes on;
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := f.complete(); err != nil {
 				return err
+			}
+			if f.PprofBind == "" {
+				runtime.MemProfileRate = 0 // nobody can ask what it samples
 			}
 			f.Settled = heap.Start(startRoom, gcPercent)
 			return agent.Run(cmd.Context(), f.Config)

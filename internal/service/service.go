@@ -295,11 +295,20 @@ func (p *Port) choose(endpoints []Endpoint, internal, external Scope, node Node)
 		}
 		return list, s == Local && len(list) == 0 && len(cluster) > 0
 	}
+	// Sets that are equal, as they mostly are, are kept once.
+	shared := func(list, other []maps.Backend) []maps.Backend {
+		if len(list) > 0 && slices.Equal(list, other) {
+			return other
+		}
+		return list
+	}
 	p.Internal, p.NoLocalInternal = set(internal)
 	ext := p.Internal
 	if p.HasExternal() {
 		p.Cluster, _ = set(Cluster)
+		p.Cluster = shared(p.Cluster, p.Internal)
 		p.External, p.NoLocalExternal = set(external)
+		p.External = shared(shared(p.External, p.Internal), p.Cluster)
 		p.Maglev = MaglevSize(node.MaglevSize, len(p.External))
 		ext = p.External
 	}
