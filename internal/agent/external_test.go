@@ -317,6 +317,14 @@ func TestServiceExternalNoRoom(t *testing.T) {
 		t.Errorf("load balancer %+v", v)
 	}
 	b.advance(setLinger)
+	b.sweep(t)
+	n := len(b.lines)
+	if _, errs = b.s.apply(web.compiled(), false); onlyNoTable(errs[owner]) != 1021 {
+		t.Errorf("error %v", errs[owner])
+	}
+	if len(b.lines) != n {
+		t.Errorf("another try without room wrote %v", b.lines[n:])
+	}
 	b.maglev.size = 1000
 	b.apply(t, web.compiled())
 	if v = b.services.m[key(lbIP, 80)]; v.Maglev != 1021 {

@@ -3,11 +3,18 @@ package agent
 import (
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"hash/maphash"
 
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/internal/reconcile"
 )
+
+// maglevChunks is the map behind; [maps.Map] is one.
+type maglevChunks interface {
+	reconcile.ArrayStore[maps.MaglevKey, maps.Maglev]
+	MaxEntries() int
+}
 
 // maglevTable stands for a Maglev table of which only the map holds the
 // entries: those of ten thousand services are more than all else that is known
@@ -21,9 +28,10 @@ type maglevTable struct {
 // Entries to be written wait in pending; a table is written whole or not at
 // all.
 type maglevStore struct {
-	reconcile.ArrayStore[maps.MaglevKey, maps.Maglev]
+	maglevChunks
 	seed    maphash.Seed
 	pending map[uint32][]maps.Maglev
+	waiting int               // chunks in pending
 	held    map[uint32]chunks // in the map, by set
 	total   int               // of them
 }
@@ -31,9 +39,9 @@ type maglevStore struct {
 // chunks of a table: how many, and one more than the largest number.
 type chunks struct{ n, end uint32 }
 
-func newMaglevStore(s reconcile.ArrayStore[maps.MaglevKey, maps.Maglev]) *maglevStore {
+func newMaglevStore(s maglevChunks) *maglevStore {
 	return &maglevStore{
-		ArrayStore: s, seed: maphash.MakeSeed(),
+		maglevChunks: s, seed: maphash.MakeSeed(),
 		pending: make(map[uint32][]maps.Maglev),
 		held:    make(map[uint32]chunks),
 	}
@@ -49,11 +57,63 @@ func (s *maglevStore) table(entries []maps.Maglev) (t maglevTable) {
 
 // prepare takes the entries of a table that is to be written.
 func (s *maglevStore) prepare(set uint32, entries []maps.Maglev) {
+	s.forget(set)
 	s.pending[set] = entries
+	s.waiting += len(entries)
 }
 
 // forget drops the entries of a table that is not wanted any more.
-func (s *maglevStore) forget(set uint32) { delete(s.pending, set) }
+func (s *maglevStore) forget(set uint32) {
+	s.waiting -= len(s.pending[set])
+	delete(s.pending, set)
+}
+
+// fits says whether there is room for one more table of a size, which costs
+// much to be computed and found without room afterwards.
+func (s *maglevStore) fits(size uint32) bool {
+	n := (int(size) + len(maps.Maglev{}.Slot) - 1) / len(maps.Maglev{}.Slot)
+	return s.total+s.waiting+n <= s.MaxEntries()
+}
+
+// noTableError says that a Maglev table of this size found no room. Backends
+// are chosen evenly then.
+type noTableError struct {
+	size uint32
+	err  error
+}
+
+func (e noTableError) Error() string {
+	return fmt.Sprintf("no Maglev table of %d entries, other nodes may choose other backends: %v", e.size, e.err)
+}
+
+func (e noTableError) Unwrap() error { return e.err }
+
+// full is the error about a table that does not fit.
+func (s *maglevStore) full(size uint32) error {
+	return noTableError{size, fmt.Errorf("%s: %w (%d pieces of %d); it is made when others go", s.Name(), maps.ErrFull, s.MaxEntries(), len(maps.Maglev{}.Slot))}
+}
+
+// onlyNoTable is the smallest size that found no room if err is about nothing
+// else; 0 if it is.
+func onlyNoTable(err error) (size uint32) {
+	if joined, ok := err.(interface{ Unwrap() []error }); ok {
+		for _, e := range joined.Unwrap() {
+			n := onlyNoTable(e)
+			if n == 0 {
+				return 0
+			}
+			if size == 0 || n < size {
+				size = n
+			}
+		}
+		return size
+	}
+	var e noTableError
+	if errors.As(err, &e) {
+		return e.size
+	}
+	return 0
+}
 
 // add adds a chunk; the order makes no difference.
 func (t *maglevTable) add(s *maglevStore, chunk uint32, v *maps.Maglev) {
@@ -112,7 +172,7 @@ func (s *maglevStore) put(sets []uint32, errs map[uint32]error) {
 			entries[maps.MaglevKey{Set: set, Chunk: uint32(i)}] = v
 		}
 	}
-	for k, err := range s.ArrayStore.TryPutAll(entries) {
+	for k, err := range s.maglevChunks.TryPutAll(entries) {
 		errs[k.Set] = err // one says it all
 	}
 	for _, set := range sets {
@@ -145,7 +205,7 @@ func (s *maglevStore) remove(set uint32) error {
 	for i := range keys {
 		keys[i] = maps.MaglevKey{Set: set, Chunk: uint32(i)}
 	}
-	for _, err := range s.ArrayStore.TryDeleteAll(keys) {
+	for _, err := range s.maglevChunks.TryDeleteAll(keys) {
 		return err // the table is tried again as a whole
 	}
 	s.total -= int(s.held[set].n)

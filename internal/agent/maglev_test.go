@@ -1,7 +1,14 @@
 package agent
 
 import (
+	"errors"
+	"fmt"
+	"strings"
 	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/internal/reconcile"
@@ -89,4 +96,58 @@ func TestMaglevStore(t *testing.T) {
 	if len(m.m) != 0 || s.total != 0 || len(s.held) != 0 {
 		t.Errorf("left: %v, %d, %v", m.m, s.total, s.held)
 	}
+}
+
+func TestOnlyNoTable(t *testing.T) {
+	small, large := noTableError{1021, maps.ErrFull}, noTableError{65521, maps.ErrFull}
+	wrap := func(err error) error { return fmt.Errorf("service port: %w", err) }
+	for _, c := range []struct {
+		err  error
+		want uint32
+	}{
+		{nil, 0}, {small, 1021}, {wrap(small), 1021}, {errors.Join(wrap(large), wrap(small)), 1021},
+		{errors.Join(errors.Join(nil, wrap(small)), errTaken), 0}, {maps.ErrFull, 0},
+	} {
+		if got := onlyNoTable(c.err); got != c.want {
+			t.Errorf("%v: %d, want %d", c.err, got, c.want)
+		}
+	}
+}
+
+// A service whose table finds no room says so, is served without, costs
+// nothing while there is none, and gets its table when there is.
+func TestNoRoomForATable(t *testing.T) {
+	b := newAgentBench(t)
+	b.cluster()
+	b.done()
+	b.await("ready", func() bool { return len(b.a.NotReady()) == 0 })
+	crowd := b.dp.set.Maglev.MaxEntries() - 15 // one piece too many
+	b.await("a full map", func() bool { b.a.services.tables.total += crowd; return true })
+	b.put(testSlice("web-1", "web", "10.244.158.65", "10.244.158.66"), testService("web", "10.98.0.1", func(s *corev1.Service) {
+		s.Spec.Type = corev1.ServiceTypeLoadBalancer
+		s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "192.0.2.1"}}
+	}))
+	b.await("the problem", func() bool {
+		list := b.a.problems["Service default/web"]
+		return len(list) == 1 && strings.Contains(list[0].Err, "no Maglev table of 1021 entries") && strings.Contains(list[0].Err, "map is full")
+	})
+	if v := b.frontend("192.0.2.1"); v.ExtCount != 2 || v.Maglev != 0 {
+		t.Errorf("without a table: %+v", v)
+	}
+	name := types.NamespacedName{Namespace: "default", Name: "web"}
+	var compiled, rounds uint64
+	due := func() bool { // as if the time had passed
+		b.a.retry[name] = time.Now()
+		compiled, rounds = b.a.stats.services, b.a.stats.rounds
+		return true
+	}
+	b.await("the next try", due)
+	b.put(testPod("another", "node-b", "10.244.158.99", nil)) // a reason for a round
+	b.await("a round", func() bool { return b.a.stats.rounds > rounds })
+	b.await("nothing compiled", func() bool { return b.a.stats.services == compiled && b.a.retry[name].After(time.Now()) })
+	b.await("room", func() bool { b.a.services.tables.total -= crowd; return due() })
+	b.put(testPod("a third", "node-b", "10.244.158.98", nil))
+	b.await("the table", func() bool {
+		return b.frontend("192.0.2.1").Maglev == 1021 && len(b.a.problems["Service default/web"]) == 0
+	})
 }

@@ -289,10 +289,15 @@ func (a *Agent) syncServices(txn statedb.ReadTxn) {
 	a.health.Queued(seen)
 	now := time.Now()
 	for name, at := range a.retry {
-		if !now.Before(at) {
-			a.dirty.services[name] = struct{}{}
-			delete(a.retry, name)
+		if now.Before(at) {
+			continue
 		}
+		if size := a.noTable[name]; size != 0 && !a.services.tables.fits(size) {
+			a.retry[name] = now.Add(serviceRetry) // it would end as it did
+			continue
+		}
+		a.dirty.services[name] = struct{}{}
+		delete(a.retry, name)
 	}
 	pods := a.dirtyHostPorts(now)
 	if len(a.dirty.services) == 0 && len(pods) == 0 {
@@ -352,6 +357,7 @@ func (a *Agent) applyServices(txn statedb.ReadTxn, owners []service.Owner, pods 
 		key := "Service " + name.String()
 		delete(a.problems, key)
 		delete(a.retry, name)
+		delete(a.noTable, name)
 		delete(a.unwritten, owner)
 		svc, _, ok := a.tables.Services.Get(txn, table.ByName[*corev1.Service](name.Namespace, name.Name))
 		if !ok {
@@ -383,7 +389,11 @@ func (a *Agent) applyServices(txn statedb.ReadTxn, owners []service.Owner, pods 
 			a.ports.retry[o] = now.Add(serviceRetry)
 			continue
 		}
-		a.retry[types.NamespacedName{Namespace: o.Namespace, Name: o.Name}] = now.Add(serviceRetry)
+		name := types.NamespacedName{Namespace: o.Namespace, Name: o.Name}
+		a.retry[name] = now.Add(serviceRetry)
+		if size := onlyNoTable(err); size != 0 {
+			a.noTable[name] = size
+		}
 	}
 }
 

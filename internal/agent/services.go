@@ -68,6 +68,7 @@ type portState struct {
 	states    []service.BackendState // each backend once
 	ranges    []maps.SrcRangeKey
 	next      []backendSet // being written
+	noRoom    uint32       // the size of a table that would not fit
 }
 
 func newServices(st stores, now func() time.Time, changed func(maps.Addr)) (*services, error) {

@@ -100,10 +100,14 @@ func (s *services) prepare(p *service.Port) {
 		st = s.adopt(p)
 		s.ports[key] = st
 	}
-	st.next = wanted(p)
+	st.next, st.noRoom = wanted(p), 0
 	for i := range st.next {
 		set := &st.next[i]
-		if have := find(st.sets, set.backends); have != nil && (have.maglev == set.maglev || set.maglev == 0) {
+		have := find(st.sets, set.backends)
+		if set.maglev != 0 && (have == nil || have.maglev != set.maglev) && !s.tables.fits(set.maglev) {
+			st.noRoom, set.maglev = set.maglev, 0
+		}
+		if have != nil && (have.maglev == set.maglev || set.maglev == 0) {
 			*set = *have
 			continue
 		}
@@ -207,6 +211,9 @@ func (s *services) commit(p *service.Port) error {
 // withoutTable takes the Maglev table from a new set if there is no room for
 // all of it: backends are then chosen evenly.
 func (s *services) withoutTable(st *portState, next []backendSet) (err error) {
+	if st.noRoom != 0 {
+		return s.tables.full(st.noRoom)
+	}
 	for i := range next {
 		set := &next[i]
 		if set.maglev == 0 || st.has(set.num) {
@@ -214,8 +221,9 @@ func (s *services) withoutTable(st *portState, next []backendSet) (err error) {
 		}
 		if err = s.maglev.Err(set.num); err != nil {
 			s.dropTable(set.num)
+			err = noTableError{set.maglev, err}
 			set.maglev = 0
-			return fmt.Errorf("no Maglev table, other nodes may choose other backends: %w", err)
+			return err
 		}
 	}
 	return nil
