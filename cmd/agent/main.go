@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"runtime/debug"
 	"strconv"
 	"strings"
@@ -19,19 +20,21 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/podweir/podweir/internal/agent"
+	"github.com/podweir/podweir/internal/heap"
 	"github.com/podweir/podweir/internal/loader"
 	"github.com/podweir/podweir/internal/service"
 	"github.com/podweir/podweir/internal/tunnel"
 )
 
-// gcPercent trades processor time, of which the agent needs little once it is
-// ready, for memory, which it holds for good. GOGC overrides it.
-const gcPercent = 50
+const (
+	// gcPercent trades processor time, of which the agent needs little once it
+	// is ready, for memory, which it holds for good.
+	gcPercent = 40
+	// startRoom is what the heap may grow by between collections until then.
+	startRoom = 20 << 20
+)
 
 func main() {
-	if os.Getenv("GOGC") == "" {
-		debug.SetGCPercent(gcPercent)
-	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
 	defer stop()
 	if err := command().ExecuteContext(ctx); err != nil {
@@ -72,6 +75,10 @@ When it stops, programs and maps stay in place and traffic goes on;
 			if err := f.complete(); err != nil {
 				return err
 			}
+			if f.PprofBind == "" {
+				runtime.MemProfileRate = 0 // nobody can ask what it samples
+			}
+			f.Settled = heap.Start(startRoom, gcPercent)
 			return agent.Run(cmd.Context(), f.Config)
 		},
 	}
@@ -82,6 +89,7 @@ When it stops, programs and maps stay in place and traffic goes on;
 	fs.StringVar(&f.Listen, "listen", agent.DefaultListen, "TCP address for /healthz, /readyz and /metrics; empty for none")
 	fs.StringVar(&f.HealthzBind, "healthz-bind-address", agent.DefaultHealthz, "TCP address for /healthz and /livez as kube-proxy has them, for load balancers and the kubelet; empty for none")
 	fs.StringVar(&f.MetricsBind, "metrics-bind-address", "", "further TCP address for /metrics, such as kube-proxy's 127.0.0.1:10249 (default none)")
+	fs.StringVar(&f.PprofBind, "pprof-bind-address", "", "TCP address for profiles of the agent under /debug/pprof, such as 127.0.0.1:6060 (default none)")
 	fs.StringSliceVar(&f.serviceCIDRs, "service-cidr", nil, "ranges of cluster IPs, besides those of ServiceCIDR objects")
 	fs.IntVar(&f.MTU, "mtu", 0, "MTU of pods (0: what the node's device leaves for the tunnel)")
 	fs.StringVar(&f.mode, "routing-mode", string(tunnel.ModeVXLAN), "between nodes: vxlan, cross-subnet (tunnel only to nodes behind a router) or direct (the network routes pod ranges)")
@@ -173,7 +181,7 @@ func (f *flags) complete() (err error) {
 	if f.Mark == 0x4000 || f.Mark == 0x8000 {
 		return fmt.Errorf("--mark %#x is kube-proxy's; choose another bit", f.Mark)
 	}
-	for name, addr := range map[string]string{"--healthz-bind-address": f.HealthzBind, "--metrics-bind-address": f.MetricsBind} {
+	for name, addr := range map[string]string{"--healthz-bind-address": f.HealthzBind, "--metrics-bind-address": f.MetricsBind, "--pprof-bind-address": f.PprofBind} {
 		if addr == "" {
 			continue
 		}

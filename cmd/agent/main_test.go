@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"net/netip"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -26,6 +27,7 @@ func TestBadFlags(t *testing.T) {
 		{"--routing-mode bird", "vxlan, cross-subnet, direct"},
 		{"--healthz-bind-address 10256", "ADDRESS:PORT"},
 		{"--metrics-bind-address 127.0.0.1:99999", "--metrics-bind-address"},
+		{"--pprof-bind-address 6060", "--pprof-bind-address"},
 		{"--healthz-bind-address localhost:10256", "must be ADDRESS:PORT"},
 		{"--service-node-port-range 30000", "30000-32767"},
 		{"--service-node-port-range 0-10", "no range of ports"},
@@ -65,5 +67,23 @@ func TestFlagDefaults(t *testing.T) {
 	if f.NodePorts != (service.PortRange{Min: 30000, Max: 32767}) || f.NoMasquerade || f.ExternalSNAT || f.MaglevSize != 0 ||
 		f.NodePortAddrs.Primary || f.NodePortAddrs.In != nil {
 		t.Errorf("%+v", f.Config)
+	}
+}
+
+// The generated clientset of the API brings every API group there is into the
+// process: a third of the program, which the pages of all agents pay for.
+func TestNoClientset(t *testing.T) {
+	out, err := exec.Command("go", "list", "-deps", ".").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	deps := strings.Fields(string(out))
+	if !slices.Contains(deps, "k8s.io/api/core/v1") {
+		t.Fatal("not the packages of the agent")
+	}
+	for _, p := range []string{"k8s.io/client-go/kubernetes", "k8s.io/client-go/kubernetes/scheme", "k8s.io/api/apps/v1"} {
+		if slices.Contains(deps, p) {
+			t.Errorf("the agent contains %s", p)
+		}
 	}
 }

@@ -55,6 +55,7 @@ type Options struct {
 	NodePorts     service.PortRange    // zero = any port
 	NodePortAddrs tunnel.NodePortAddrs // where they answer; zero = on all addresses
 	MaglevSize    uint32               // 0 = by the number of backends
+	Settled       func()               // see [Config]
 	Log           *slog.Logger
 }
 
@@ -87,7 +88,8 @@ type Agent struct {
 	slices    statedb.ChangeIterator[*discoveryv1.EndpointSlice]
 	sliceOf   map[string]types.NamespacedName // slice -> service, to see it move
 	retry     map[types.NamespacedName]time.Time
-	problems  map[string][]table.Problem // by what they are about
+	noTable   map[types.NamespacedName]uint32 // of these, whose Maglev table found no room, its size
+	problems  map[string][]table.Problem      // by what they are about
 	synced    bool
 	full      bool // the first full round is done
 	world     world
@@ -144,6 +146,7 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 		rounds:   make(chan struct{}, 1),
 		sliceOf:  make(map[string]types.NamespacedName),
 		retry:    make(map[types.NamespacedName]time.Time),
+		noTable:  make(map[types.NamespacedName]uint32),
 		problems: make(map[string][]table.Problem),
 	}
 	a.world.attached = make(map[int]string)

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"reflect"
 	"strings"
 	"sync"
 	"testing"
@@ -466,5 +467,50 @@ func TestLoadBalancer(t *testing.T) {
 	b.await("no endpoints", func() bool { return b.a.services.states.Len() == 0 })
 	if lb = get("192.0.2.1", 80); lb.Count != 0 || lb.ExtCount != 0 || lb.Maglev != 0 || lb.Flags&maps.ServiceNoLocalExt != 0 {
 		t.Errorf("without endpoints %+v", lb)
+	}
+}
+
+// The first round takes the services in parts: of all, the oldest gets a
+// frontend that several want, and a restart moves nothing.
+func TestFirstRoundInParts(t *testing.T) {
+	const last = 2 * partSize // and one more in a third part
+	vip := func(i int) string { return fmt.Sprintf("10.98.%d.%d", 1+i/250, 1+i%250) }
+	start := time.Unix(1e9, 0)
+	b := newAgentBench(t)
+	fill := func() {
+		b.cluster()
+		for i := range last + 1 {
+			name := fmt.Sprintf("s%05d", i)
+			b.put(testService(name, vip(i), func(s *corev1.Service) {
+				s.CreationTimestamp = metav1.NewTime(start.Add(time.Duration(i) * time.Second))
+			}))
+		}
+		// Last by name, but before the one that sorts first.
+		oldest := testService("zzz", vip(last), func(s *corev1.Service) { s.CreationTimestamp = metav1.NewTime(start) })
+		b.put(oldest, testSlice("zzz-1", "zzz", "10.244.158.65"))
+		b.done()
+		b.await("the first round", func() bool { return b.a.full })
+	}
+	fill()
+	if got := b.count("frontends", size(b.dp.set.Services)); got != 2*(last+1) { // and the addresses
+		t.Fatalf("%d entries of frontends, want %d", got, 2*(last+1))
+	}
+	was, err := b.dp.set.Services.Dump()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if v := b.frontend(vip(last)); v.Count != 1 {
+		t.Errorf("the frontend that two services want is not the older one's: %+v", v)
+	}
+	b.stop()
+	b.newTables()
+	b.start()
+	fill()
+	now, err := b.dp.set.Services.Dump()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !reflect.DeepEqual(was, now) {
+		t.Error("a restart moved frontends")
 	}
 }

@@ -30,7 +30,11 @@ func newAPIBench(t *testing.T, s *fakeapi.Server) *agentBench {
 func (b *agentBench) follow(s *fakeapi.Server) {
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
-	src := source.NewAPI(s.Client(b.t), b.tables, slog.New(slog.DiscardHandler))
+	client, err := source.NewClient(s.Config())
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	src := source.NewAPI(client, b.tables, slog.New(slog.DiscardHandler))
 	go func() { ended <- src.Run(ctx) }()
 	b.t.Cleanup(func() {
 		cancel()

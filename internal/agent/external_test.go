@@ -81,7 +81,7 @@ func (b *serviceBench) empty(t *testing.T) {
 	if n := len(b.services.m) + len(b.backends.m) + len(b.maglev.m) + len(b.states.m) + len(b.ranges.m); n != 0 {
 		t.Errorf("left over in maps: %v %v %v %v %v", b.services.m, b.backends.m, b.maglev.m, b.states.m, b.ranges.m)
 	}
-	if n := len(s.ports) + len(s.claims) + len(s.addrOwners) + len(s.ids) + len(s.sets) + len(s.leads) +
+	if n := len(s.ports) + len(s.claims) + len(s.addrOwners) + len(s.ids) + len(s.sets) +
 		len(s.statesOf) + len(s.waiting) + len(s.wants) + len(s.graves); n != 0 {
 		t.Errorf("left over: %+v", s)
 	}
@@ -273,6 +273,9 @@ func TestServiceRestartExternal(t *testing.T) {
 		t.Errorf("written: %v", st.lines[n:])
 	}
 	b.lostAre(t)
+	if len(b.s.tables.pending) != 0 {
+		t.Error("entries are kept of tables that are as they should be")
+	}
 
 	b = newServiceBench(t, st, c)
 	web.port, web.here = 30081, []string{"10.244.80.66", "10.244.80.68"}
@@ -305,7 +308,7 @@ func TestServiceExternalNoRoom(t *testing.T) {
 	owner := service.Service("default", "web")
 	web := external{name: "web", port: 30080, here: []string{"10.244.80.66"}, others: []string{"10.244.158.65"}}
 	b.maglev.size = 8
-	_, errs := b.s.apply(web.compiled())
+	_, errs := b.s.apply(web.compiled(), false)
 	if !errors.Is(errs[owner], maps.ErrFull) {
 		t.Errorf("error %v", errs[owner])
 	}
@@ -314,6 +317,14 @@ func TestServiceExternalNoRoom(t *testing.T) {
 		t.Errorf("load balancer %+v", v)
 	}
 	b.advance(setLinger)
+	b.sweep(t)
+	n := len(b.lines)
+	if _, errs = b.s.apply(web.compiled(), false); onlyNoTable(errs[owner]) != 1021 {
+		t.Errorf("error %v", errs[owner])
+	}
+	if len(b.lines) != n {
+		t.Errorf("another try without room wrote %v", b.lines[n:])
+	}
 	b.maglev.size = 1000
 	b.apply(t, web.compiled())
 	if v = b.services.m[key(lbIP, 80)]; v.Maglev != 1021 {
@@ -326,7 +337,7 @@ func TestServiceExternalNoRoom(t *testing.T) {
 	}
 	b.states.size = 2
 	web.others, b.lost = []string{"10.244.158.66"}, nil
-	if _, errs = b.s.apply(web.compiled()); !errors.Is(errs[owner], maps.ErrFull) {
+	if _, errs = b.s.apply(web.compiled(), false); !errors.Is(errs[owner], maps.ErrFull) {
 		t.Errorf("error %v", errs[owner])
 	}
 	if got := b.services.m[key(lbIP, 80)]; got != v {
@@ -351,7 +362,7 @@ func TestServiceConflictByAge(t *testing.T) {
 	}
 	for range 5 {
 		b := newServiceBench(t, st, c)
-		_, errs := b.s.apply(both)
+		_, errs := b.s.apply(both, false)
 		if len(errs) != 1 || errs[service.Service("default", "a")] == nil {
 			t.Errorf("errors %v", errs)
 		}
@@ -419,7 +430,7 @@ func BenchmarkServices10000(b *testing.B) {
 			b.Fatal(err)
 		}
 		start := time.Now()
-		if _, errs := s.apply(all); len(errs) != 0 {
+		if _, errs := s.apply(all, false); len(errs) != 0 {
 			b.Fatal(errs)
 		}
 		s.buryLeftovers()
@@ -430,7 +441,7 @@ func BenchmarkServices10000(b *testing.B) {
 			x.Ports[0].States = x.Ports[0].States[:3]
 		}
 		start = time.Now()
-		if _, errs := s.apply(c); len(errs) != 0 {
+		if _, errs := s.apply(c, false); len(errs) != 0 {
 			b.Fatal(errs)
 		}
 		b.ReportMetric(float64(time.Since(start).Microseconds()), "us/change")

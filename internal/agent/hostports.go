@@ -88,7 +88,7 @@ func sameError(a, b error) bool {
 	return a == nil && b == nil || a != nil && b != nil && a.Error() == b.Error()
 }
 
-// dirtyHostPorts starts a batch with the pods to be written now.
+// dirtyHostPorts are the pods to be written now.
 func (a *Agent) dirtyHostPorts(now time.Time) map[service.Owner]service.Compiled {
 	h := &a.ports
 	for o, at := range h.retry {
@@ -96,7 +96,7 @@ func (a *Agent) dirtyHostPorts(now time.Time) map[service.Owner]service.Compiled
 			h.changed[o] = struct{}{}
 		}
 	}
-	batch := make(map[service.Owner]service.Compiled, len(h.changed)+len(a.dirty.services))
+	batch := make(map[service.Owner]service.Compiled, len(h.changed))
 	for o := range h.changed {
 		batch[o] = h.want[o] // zero: it has gone
 		delete(h.retry, o)

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"runtime/debug"
 	"slices"
 	"time"
 
@@ -61,7 +60,9 @@ func (a *Agent) round(ctx context.Context) time.Time {
 	if first {
 		a.services.buryLeftovers()
 		a.full = true
-		go debug.FreeOSMemory() // what the first lists and their decoding took
+		if a.opt.Settled != nil {
+			go a.opt.Settled()
+		}
 		a.log.Info("first full round done", "services", len(a.services.byOwner),
 			"addresses", a.peers.addrs.Len(), "endpoints", a.peers.endpoints.Len())
 	}
@@ -288,22 +289,75 @@ func (a *Agent) syncServices(txn statedb.ReadTxn) {
 	a.health.Queued(seen)
 	now := time.Now()
 	for name, at := range a.retry {
-		if !now.Before(at) {
-			a.dirty.services[name] = struct{}{}
-			delete(a.retry, name)
+		if now.Before(at) {
+			continue
 		}
+		if size := a.noTable[name]; size != 0 && !a.services.tables.fits(size) {
+			a.retry[name] = now.Add(serviceRetry) // it would end as it did
+			continue
+		}
+		a.dirty.services[name] = struct{}{}
+		delete(a.retry, name)
 	}
-	batch := a.dirtyHostPorts(now)
-	if len(a.dirty.services) == 0 && len(batch) == 0 {
+	pods := a.dirtyHostPorts(now)
+	if len(a.dirty.services) == 0 && len(pods) == 0 {
 		a.problem("frontends", "", a.services.retry())
 		return
 	}
-	self := a.serviceNode()
+	owners := a.dirtyOwners(txn, pods)
+	a.dirty.services = make(map[types.NamespacedName]struct{})
+	size := len(owners)
+	if !a.full {
+		size = partSize
+	}
+	for done := 0; done < len(owners); {
+		part := owners[done:min(done+size, len(owners))]
+		done += len(part)
+		a.applyServices(txn, part, pods, now, done < len(owners))
+	}
+}
+
+// partSize is how many services of the first round are in memory as what they
+// compile to, and as entries to be written, at a time.
+const partSize = 2048
+
+// dirtyOwners are the services to be compiled and the pods given, the oldest
+// first: of all that want a frontend it gets it.
+func (a *Agent) dirtyOwners(txn statedb.ReadTxn, pods map[service.Owner]service.Compiled) []service.Owner {
+	all := make([]ordered, 0, len(a.dirty.services)+len(pods))
 	for name := range a.dirty.services {
-		owner := service.Service(name.Namespace, name.Name)
+		o := ordered{owner: service.Service(name.Namespace, name.Name)}
+		if svc, _, ok := a.tables.Services.Get(txn, table.ByName[*corev1.Service](name.Namespace, name.Name)); ok {
+			o.created = svc.CreationTimestamp.Time
+		}
+		all = append(all, o)
+	}
+	for o, c := range pods {
+		all = append(all, ordered{o, c.Created})
+	}
+	slices.SortFunc(all, ordered.compare)
+	owners := make([]service.Owner, len(all))
+	for i := range all {
+		owners[i] = all[i].owner
+	}
+	return owners
+}
+
+// applyServices compiles and applies a part of the owners of a round, with the
+// ports of pods, which are compiled already. more: another part follows.
+func (a *Agent) applyServices(txn statedb.ReadTxn, owners []service.Owner, pods map[service.Owner]service.Compiled, now time.Time, more bool) {
+	batch := make(map[service.Owner]service.Compiled, len(owners))
+	self := a.serviceNode()
+	for _, owner := range owners {
+		if c, ok := pods[owner]; ok {
+			batch[owner] = c
+			continue
+		}
+		name := types.NamespacedName{Namespace: owner.Namespace, Name: owner.Name}
 		key := "Service " + name.String()
 		delete(a.problems, key)
 		delete(a.retry, name)
+		delete(a.noTable, name)
 		delete(a.unwritten, owner)
 		svc, _, ok := a.tables.Services.Get(txn, table.ByName[*corev1.Service](name.Namespace, name.Name))
 		if !ok {
@@ -318,8 +372,7 @@ func (a *Agent) syncServices(txn statedb.ReadTxn) {
 	}
 	a.stats.services += uint64(len(batch))
 	a.wantChecks(batch)
-	a.dirty.services = make(map[types.NamespacedName]struct{})
-	again, errs := a.services.apply(batch)
+	again, errs := a.services.apply(batch, more)
 	for _, o := range again {
 		if o.Kind == service.KindPod {
 			a.ports.retry[o] = now
@@ -336,7 +389,11 @@ func (a *Agent) syncServices(txn statedb.ReadTxn) {
 			a.ports.retry[o] = now.Add(serviceRetry)
 			continue
 		}
-		a.retry[types.NamespacedName{Namespace: o.Namespace, Name: o.Name}] = now.Add(serviceRetry)
+		name := types.NamespacedName{Namespace: o.Namespace, Name: o.Name}
+		a.retry[name] = now.Add(serviceRetry)
+		if size := onlyNoTable(err); size != 0 {
+			a.noTable[name] = size
+		}
 	}
 }
 

@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 
@@ -51,6 +50,7 @@ type Config struct {
 	Listen        string         // empty = not on TCP
 	HealthzBind   string         // for kube-proxy's /healthz and /livez; empty = not served
 	MetricsBind   string         // for the metrics once more; empty = not
+	PprofBind     string         // for profiles of the process; empty = not served
 	ServiceCIDRs  []netip.Prefix // besides those of ServiceCIDR objects
 	MTU           int            // of pods; 0 = from the node's device
 	Mode          tunnel.Mode
@@ -61,6 +61,7 @@ type Config struct {
 	MaglevSize    uint32               // of every table, a prime; 0 = by the number of backends
 	Mark          uint32
 	Version       string
+	Settled       func() // called when all objects have been applied once; nil = nobody is
 	Log           *slog.Logger
 }
 
@@ -141,6 +142,9 @@ func Run(ctx context.Context, cfg Config) (err error) {
 			err = errors.Join(err, g.Wait())
 		}
 	}()
+	if err := servePprof(early, g, cfg.PprofBind); err != nil {
+		return err
+	}
 	stack, err := node.New(cfg.StateDir, log)
 	if err != nil {
 		return err
@@ -173,7 +177,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	alloc := new(ipam.Allocator)
 	a, err := New(Options{
 		NodeName: cfg.NodeName, ServiceCIDRs: cfg.ServiceCIDRs, MTU: cfg.MTU, VNI: DefaultVNI, Mode: cfg.Mode,
-		NodePorts: cfg.NodePorts, NodePortAddrs: cfg.NodePortAddrs, MaglevSize: cfg.MaglevSize, Log: log,
+		NodePorts: cfg.NodePorts, NodePortAddrs: cfg.NodePortAddrs, MaglevSize: cfg.MaglevSize, Settled: cfg.Settled, Log: log,
 	}, tables, dp, stack, alloc)
 	if err != nil {
 		return err
@@ -345,8 +349,7 @@ func newSource(cfg Config, t *table.Tables) (source.Source, api.Source, error) {
 		return nil, api.Source{}, fmt.Errorf("API server: %w", err)
 	}
 	rc.UserAgent = "podweir-agent/" + cfg.Version
-	source.Configure(rc)
-	client, err := kubernetes.NewForConfig(rc)
+	client, err := source.NewClient(rc)
 	if err != nil {
 		return nil, api.Source{}, fmt.Errorf("API server %s: %w", rc.Host, err)
 	}

@@ -31,7 +31,8 @@ type services struct {
 	now       func() time.Time
 	frontends *reconcile.Table[maps.ServiceKey, maps.Service]
 	backends  *reconcile.Table[maps.BackendKey, maps.Backend]
-	maglev    *reconcile.Table[maps.MaglevKey, maps.Maglev]
+	maglev    *reconcile.Table[uint32, maglevTable] // by set
+	tables    *maglevStore                          // behind it
 	states    *reconcile.Table[maps.BackendStateKey, uint32]
 	ranges    *reconcile.Table[maps.SrcRangeKey, uint32]
 	// changed is told of every address whose flows have to be decided again;
@@ -42,15 +43,13 @@ type services struct {
 	ports   map[service.PortKey]*portState
 	// claims says which port has a frontend; waiting, which owners want one
 	// that another has, and wants the same by owner.
-	claims     map[maps.ServiceKey]service.PortKey
+	claims     map[maps.ServiceKey]*portState
 	waiting    map[maps.ServiceKey]map[service.Owner]struct{}
 	wants      map[service.Owner][]maps.ServiceKey
-	addrOwners map[maps.ServiceKey]map[service.Owner]struct{}
+	addrOwners map[maps.ServiceKey]int // how many owners mark the address as theirs
 
-	// What the maps hold, by the id of the service port: where frontends lead,
-	// and the states.
-	leads    map[maps.ServiceKey]uint32
-	statesOf map[uint32]map[maps.BackendStateKey]struct{}
+	// The states that the map holds, by the id of the service port.
+	statesOf map[uint32][]maps.BackendStateKey
 
 	ids, sets     map[uint32]struct{} // claimed by a port
 	nextID        uint32
@@ -61,32 +60,35 @@ type services struct {
 
 // portState is what a port has in the maps.
 type portState struct {
+	port      service.PortKey
 	id        uint32
 	frontends []maps.ServiceKey
 	sets      []backendSet // distinct ones
 	use       uses
-	states    map[maps.Backend]uint32
+	states    []service.BackendState // each backend once
 	ranges    []maps.SrcRangeKey
 	next      []backendSet // being written
+	noRoom    uint32       // the size of a table that would not fit
 }
 
 func newServices(st stores, now func() time.Time, changed func(maps.Addr)) (*services, error) {
+	tables := newMaglevStore(st.maglev)
 	s := &services{
 		now:        now,
 		frontends:  reconcile.New(st.services),
 		backends:   reconcile.New(st.backends),
-		maglev:     reconcile.New(st.maglev),
+		maglev:     reconcile.New(tables),
+		tables:     tables,
 		states:     reconcile.New(st.states),
 		ranges:     reconcile.New(st.ranges),
 		changed:    changed,
 		byOwner:    make(map[service.Owner]service.Compiled),
 		ports:      make(map[service.PortKey]*portState),
-		claims:     make(map[maps.ServiceKey]service.PortKey),
+		claims:     make(map[maps.ServiceKey]*portState),
 		waiting:    make(map[maps.ServiceKey]map[service.Owner]struct{}),
 		wants:      make(map[service.Owner][]maps.ServiceKey),
-		addrOwners: make(map[maps.ServiceKey]map[service.Owner]struct{}),
-		leads:      make(map[maps.ServiceKey]uint32),
-		statesOf:   make(map[uint32]map[maps.BackendStateKey]struct{}),
+		addrOwners: make(map[maps.ServiceKey]int),
+		statesOf:   make(map[uint32][]maps.BackendStateKey),
 		ids:        make(map[uint32]struct{}),
 		sets:       make(map[uint32]struct{}),
 		nextID:     1,
@@ -96,8 +98,7 @@ func newServices(st stores, now func() time.Time, changed func(maps.Addr)) (*ser
 	if err != nil {
 		return nil, err
 	}
-	for k, v := range s.frontends.All() {
-		s.leads[k] = v.Id
+	for _, v := range s.frontends.All() {
 		s.nextID = max(s.nextID, v.Id+1)
 		s.nextSet = max(s.nextSet, v.Set+1, v.ExtSet+1)
 	}
@@ -108,17 +109,19 @@ func newServices(st stores, now func() time.Time, changed func(maps.Addr)) (*ser
 	for k := range s.backends.All() {
 		s.nextSet = max(s.nextSet, k.Set+1)
 	}
-	for k := range s.maglev.All() {
-		s.nextSet = max(s.nextSet, k.Set+1)
+	for set := range s.maglev.All() {
+		s.nextSet = max(s.nextSet, set+1)
 	}
 	return s, nil
 }
 
 // apply brings the owners given to their compiled state; a zero Compiled
-// removes one. It returns the owners to compile and apply again, because a
-// frontend they wanted has become free or their backends found no room, and
-// what went wrong by owner.
-func (s *services) apply(dirty map[service.Owner]service.Compiled) (again []service.Owner, errs map[service.Owner]error) {
+// removes one. more says that this is a part of them, younger ones follow, and
+// nothing is to be removed before the last part: at start that would be all
+// which an earlier run left and nobody has asked for yet. It returns the owners
+// to compile and apply again, because a frontend they wanted has become free or
+// their backends found no room, and what went wrong by owner.
+func (s *services) apply(dirty map[service.Owner]service.Compiled, more bool) (again []service.Owner, errs map[service.Owner]error) {
 	errs = make(map[service.Owner]error)
 	fail := func(o service.Owner, err error) {
 		if err != nil {
@@ -162,7 +165,7 @@ func (s *services) apply(dirty map[service.Owner]service.Compiled) (again []serv
 			s.byOwner[o.owner] = o.Compiled
 		}
 	}
-	_ = s.flush() // its errors are those of the entries below, or of retry
+	_ = s.flush(more) // its errors are those of the entries below, or of retry
 	each(func(o service.Owner, p *service.Port) {
 		for _, f := range s.ports[p.Key()].frontends {
 			fail(o, s.frontends.Err(f))
@@ -176,23 +179,31 @@ func (s *services) apply(dirty map[service.Owner]service.Compiled) (again []serv
 	return again, errs
 }
 
-// ordered is an owner of a round with what it compiled to; that of one which
-// is removed has no owner in it.
+// ordered is an owner with when it was created; zero if it is removed.
 type ordered struct {
-	owner service.Owner
+	owner   service.Owner
+	created time.Time
+}
+
+// compare sorts owners: removed ones, then by age, then by name.
+func (a ordered) compare(b ordered) int {
+	return cmp.Or(a.created.Compare(b.created), cmp.Compare(a.owner.Namespace, b.owner.Namespace),
+		cmp.Compare(a.owner.Name, b.owner.Name), cmp.Compare(a.owner.Kind, b.owner.Kind))
+}
+
+// toApply is an owner of a round with what it compiled to; that of one which
+// is removed has no owner in it.
+type toApply struct {
+	ordered
 	service.Compiled
 }
 
-// inOrder sorts owners: removed ones, then by age, then by name.
-func inOrder(dirty map[service.Owner]service.Compiled) []ordered {
-	out := make([]ordered, 0, len(dirty))
+func inOrder(dirty map[service.Owner]service.Compiled) []toApply {
+	out := make([]toApply, 0, len(dirty))
 	for o, c := range dirty {
-		out = append(out, ordered{o, c})
+		out = append(out, toApply{ordered{o, c.Created}, c})
 	}
-	slices.SortFunc(out, func(a, b ordered) int {
-		return cmp.Or(a.Created.Compare(b.Created), cmp.Compare(a.owner.Namespace, b.owner.Namespace),
-			cmp.Compare(a.owner.Name, b.owner.Name), cmp.Compare(a.owner.Kind, b.owner.Kind))
-	})
+	slices.SortFunc(out, func(a, b toApply) int { return a.compare(b.ordered) })
 	return out
 }
 
@@ -217,7 +228,7 @@ func (s *services) giveUp(dirty map[service.Owner]service.Compiled) (again []ser
 				continue
 			}
 			for _, f := range st.frontends {
-				if want[f] == key || s.claims[f] != key {
+				if want[f] == key || s.claims[f] != st {
 					continue
 				}
 				delete(s.claims, f)
@@ -247,8 +258,8 @@ func (s *services) forget(key service.PortKey, st *portState) {
 	for _, set := range st.sets {
 		s.bury(set, st.frontends)
 	}
-	for b := range st.states {
-		s.states.Delete(stateKey(st.id, b))
+	for _, b := range st.states {
+		s.states.Delete(stateKey(st.id, b.Backend))
 	}
 	for _, k := range st.ranges {
 		s.ranges.Delete(k)
@@ -259,20 +270,19 @@ func (s *services) forget(key service.PortKey, st *portState) {
 
 // point makes the frontends of a port lead to its sets.
 func (s *services) point(owner service.Owner, p *service.Port) (errs []error) {
-	key := p.Key()
-	st := s.ports[key]
+	st := s.ports[p.Key()]
 	st.frontends = nil
 	for _, f := range p.Frontends {
-		if other, taken := s.claims[f.Key]; taken && other != key {
+		if other, taken := s.claims[f.Key]; taken && other != st {
 			if s.waiting[f.Key] == nil {
 				s.waiting[f.Key] = make(map[service.Owner]struct{})
 			}
 			s.waiting[f.Key][owner] = struct{}{}
 			s.wants[owner] = append(s.wants[owner], f.Key)
-			errs = append(errs, fmt.Errorf("frontend %s of %s %w %s", maps.KeyString(f.Key), key, errTaken, other))
+			errs = append(errs, fmt.Errorf("frontend %s of %s %w %s", maps.KeyString(f.Key), st.port, errTaken, other.port))
 			continue
 		}
-		s.claims[f.Key] = key
+		s.claims[f.Key] = st
 		st.frontends = append(st.frontends, f.Key)
 		s.frontends.Set(f.Key, st.value(p, f.Kind))
 	}
@@ -281,22 +291,22 @@ func (s *services) point(owner service.Owner, p *service.Port) (errs []error) {
 
 // own writes the entries that mark addresses as some service's.
 func (s *services) own(owner service.Owner, c service.Compiled) {
-	for _, a := range s.byOwner[owner].Addrs {
+	had := s.byOwner[owner].Addrs
+	for _, a := range had {
 		if slices.Contains(c.Addrs, a) {
 			continue
 		}
 		k := service.OwnerKey(a)
-		if delete(s.addrOwners[k], owner); len(s.addrOwners[k]) == 0 {
+		if s.addrOwners[k]--; s.addrOwners[k] == 0 {
 			delete(s.addrOwners, k)
 			s.frontends.Delete(k)
 		}
 	}
 	for _, a := range c.Addrs {
 		k := service.OwnerKey(a)
-		if s.addrOwners[k] == nil {
-			s.addrOwners[k] = make(map[service.Owner]struct{})
+		if !slices.Contains(had, a) {
+			s.addrOwners[k]++
 		}
-		s.addrOwners[k][owner] = struct{}{}
 		s.frontends.Set(k, maps.Service{Flags: maps.ServiceAddrOwned})
 	}
 }
@@ -305,37 +315,53 @@ func (s *services) own(owner service.Owner, c service.Compiled) {
 // and moves the generations of the addresses involved: of backends that are
 // gone, of all backends that a frontend led to which now leads elsewhere or
 // nowhere, and of the address of a new external frontend, which may have been
-// somebody's without the service. A packet that found the old entries a moment ago may still make
-// a flow of them: the generations move once more when it is over.
-func (s *services) flush() error {
+// somebody's without the service. A packet that found the old entries a moment ago
+// may still make a flow of them: the generations move once more when it is over.
+// more: nothing is removed yet, see apply.
+func (s *services) flush(more bool) error {
 	lost := make(map[maps.Addr]struct{})
+	led := make(map[maps.ServiceKey]uint32) // where, so far
+	for k := range s.frontends.Unsettled() {
+		if _, stays := s.frontends.Desired(k); more && !stays {
+			continue
+		}
+		if v, ok := s.frontends.Actual(k); ok {
+			led[k] = v.Id
+		}
+	}
 	leads := func(k maps.ServiceKey) {
-		v, ok := s.frontends.Actual(k)
-		if old := s.leads[k]; old != v.Id {
-			for b := range s.statesOf[old] {
+		v, _ := s.frontends.Actual(k)
+		if old := led[k]; old != v.Id {
+			for _, b := range s.statesOf[old] {
 				lost[b.Addr] = struct{}{}
 			}
 			if old == 0 && v.Flags&maps.ServiceExternal != 0 {
 				lost[k.Addr] = struct{}{}
 			}
 		}
-		if s.leads[k] = v.Id; !ok {
-			delete(s.leads, k)
-		}
 	}
-	up, down := s.frontends.Upsert(), s.frontends.Prune()
+	up := s.frontends.Upsert()
+	var down reconcile.Result[maps.ServiceKey]
+	if !more {
+		down = s.frontends.Prune()
+	}
 	for _, k := range slices.Concat(up.Changed, up.Added, down.Removed) {
 		leads(k)
 	}
 	added := s.upsertStates()
-	gone := s.states.Prune()
+	var gone reconcile.Result[maps.BackendStateKey]
+	if !more {
+		gone = s.states.Prune()
+	}
 	for _, k := range gone.Removed {
 		lost[k.Addr] = struct{}{}
-		if delete(s.statesOf[k.Service], k); len(s.statesOf[k.Service]) == 0 {
-			delete(s.statesOf, k.Service)
-		}
 	}
-	more, less := s.ranges.Upsert(), s.ranges.Prune()
+	s.lostStates(gone.Removed)
+	ranges := s.ranges.Upsert()
+	var left reconcile.Result[maps.SrcRangeKey]
+	if !more {
+		left = s.ranges.Prune()
+	}
 	if len(lost) > 0 {
 		g := grave{at: s.now().Add(setLinger)}
 		for a := range lost {
@@ -344,11 +370,11 @@ func (s *services) flush() error {
 		}
 		s.graves = append(s.graves, g)
 	}
-	return errors.Join(up.Err(), down.Err(), added.Err(), gone.Err(), more.Err(), less.Err())
+	return errors.Join(up.Err(), down.Err(), added.Err(), gone.Err(), ranges.Err(), left.Err())
 }
 
 // retry writes what failed before and is due again.
-func (s *services) retry() error { return s.flush() }
+func (s *services) retry() error { return s.flush(false) }
 
 // nextRetry is when a failed entry is due again; zero: none failed.
 func (s *services) nextRetry() (next time.Time) {

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/podweir/podweir/internal/maps"
@@ -38,7 +39,7 @@ func newServiceBench(t *testing.T, st *memStores, c *clock) *serviceBench {
 					}
 				}
 			}
-			for i := range (v.Maglev + chunkLen - 1) / chunkLen {
+			for i := range (v.Maglev + uint32(len(maps.Maglev{}.Slot)) - 1) / uint32(len(maps.Maglev{}.Slot)) {
 				chunk, ok := st.maglev.m[maps.MaglevKey{Set: v.ExtSet, Chunk: i}]
 				if !ok || uint32(slices.Max(chunk.Slot[:])) >= v.ExtCount {
 					t.Errorf("after %q: %s has a table of set %d of %d, chunk %d: %v", last, maps.KeyString(k), v.ExtSet, v.ExtCount, i, chunk)
@@ -75,7 +76,7 @@ func gone(name string) map[service.Owner]service.Compiled {
 func (b *serviceBench) apply(t *testing.T, c map[service.Owner]service.Compiled) []service.Owner {
 	t.Helper()
 	b.lost = nil
-	again, errs := b.s.apply(c)
+	again, errs := b.s.apply(c, false)
 	for n, err := range errs {
 		t.Errorf("%s: %v", n, err)
 	}
@@ -211,6 +212,43 @@ func TestServiceRestart(t *testing.T) {
 	}
 }
 
+// A start in parts: what an earlier run left stays until the last part, as it
+// is where nothing changed.
+func TestServiceRestartInParts(t *testing.T) {
+	st, c := newMemStores(), newClock()
+	b := newServiceBench(t, st, c)
+	b.apply(t, compiled("web", "10.98.0.1", "10.244.80.66"))
+	b.apply(t, compiled("dns", "10.98.0.10", "10.244.80.53"))
+	b.apply(t, compiled("old", "10.98.0.99", "10.244.80.99"))
+	dns, _ := b.frontend("10.98.0.10")
+
+	n := len(st.lines)
+	b = newServiceBench(t, st, c)
+	if _, errs := b.s.apply(compiled("web", "10.98.0.1", "10.244.80.67"), true); len(errs) != 0 {
+		t.Error(errs)
+	}
+	for _, l := range st.lines[n:] {
+		if strings.HasPrefix(l, "delete") {
+			t.Errorf("before the last part: %s", l)
+		}
+	}
+	if v, ok := b.frontend("10.98.0.1"); !ok || v.Count != 1 || st.backends.m[maps.BackendKey{Set: v.Set}].Addr != ip("10.244.80.67") {
+		t.Errorf("not in force after its own part: %+v", v)
+	}
+	b.apply(t, compiled("dns", "10.98.0.10", "10.244.80.53"))
+	if v, _ := b.frontend("10.98.0.10"); v != dns {
+		t.Errorf("unchanged service of the last part: %+v, was %+v", v, dns)
+	}
+	if _, ok := b.frontend("10.98.0.99"); ok {
+		t.Error("a service deleted while the agent was down is still there")
+	}
+	for k := range st.states.m {
+		if k.Addr == ip("10.244.80.66") {
+			t.Error("the state of a backend that has gone is still there")
+		}
+	}
+}
+
 // Ids and sets that two frontends claim, and a set with a hole (L9).
 func TestServiceRestartOverCorruption(t *testing.T) {
 	st, c := newMemStores(), newClock()
@@ -252,7 +290,7 @@ func TestServiceNoRoom(t *testing.T) {
 	b.backends.size = 3
 	b.apply(t, compiled("web", "10.98.0.1", "10.244.80.66", "10.244.80.67"))
 	before, _ := b.frontend("10.98.0.1")
-	_, errs := b.s.apply(compiled("web", "10.98.0.1", "10.244.80.68", "10.244.80.69"))
+	_, errs := b.s.apply(compiled("web", "10.98.0.1", "10.244.80.68", "10.244.80.69"), false)
 	if err := errs[service.Service("default", "web")]; !errors.Is(err, maps.ErrFull) {
 		t.Errorf("error %v", err)
 	}
@@ -278,7 +316,7 @@ func TestServiceNoRoom(t *testing.T) {
 func TestServiceConflict(t *testing.T) {
 	b := newServiceBench(t, newMemStores(), newClock())
 	b.apply(t, compiled("a", "10.98.0.1", "10.244.80.66"))
-	_, errs := b.s.apply(compiled("b", "10.98.0.1", "10.244.80.67"))
+	_, errs := b.s.apply(compiled("b", "10.98.0.1", "10.244.80.67"), false)
 	if len(errs) != 1 {
 		t.Fatalf("errors %v", errs)
 	}
@@ -312,7 +350,7 @@ func TestServiceStuckFrontend(t *testing.T) {
 	b.s.buryLeftovers()
 	b.apply(t, compiled("web", "10.98.0.1", "10.244.80.66"))
 	b.services.bad = func(maps.ServiceKey, maps.Service) error { return errors.New("refused") }
-	if _, errs := b.s.apply(compiled("web", "10.98.0.1", "10.244.80.67")); len(errs) != 1 {
+	if _, errs := b.s.apply(compiled("web", "10.98.0.1", "10.244.80.67"), false); len(errs) != 1 {
 		t.Fatalf("errors %v", errs)
 	}
 	for range 3 {

@@ -100,10 +100,14 @@ func (s *services) prepare(p *service.Port) {
 		st = s.adopt(p)
 		s.ports[key] = st
 	}
-	st.next = wanted(p)
+	st.next, st.noRoom = wanted(p), 0
 	for i := range st.next {
 		set := &st.next[i]
-		if have := find(st.sets, set.backends); have != nil && (have.maglev == set.maglev || set.maglev == 0) {
+		have := find(st.sets, set.backends)
+		if set.maglev != 0 && (have == nil || have.maglev != set.maglev) && !s.tables.fits(set.maglev) {
+			st.noRoom, set.maglev = set.maglev, 0
+		}
+		if have != nil && (have.maglev == set.maglev || set.maglev == 0) {
 			*set = *have
 			continue
 		}
@@ -128,23 +132,27 @@ func (s *services) desire(set backendSet) {
 		s.backends.Set(maps.BackendKey{Set: set.num, Slot: uint32(i)}, b)
 	}
 	if set.maglev != 0 {
-		for k, v := range service.MaglevChunks(set.num, service.Maglev(set.backends, set.maglev)) {
-			s.maglev.Set(k, v)
+		entries := service.MaglevChunks(service.Maglev(set.backends, set.maglev))
+		table := s.tables.table(entries)
+		if have, ok := s.maglev.Actual(set.num); !ok || have != table {
+			s.tables.prepare(set.num, entries)
 		}
+		s.maglev.Set(set.num, table)
 	}
 }
 
-// entries calls f for the keys of a set.
-func (set *backendSet) entries(backend func(maps.BackendKey), chunk func(maps.MaglevKey)) {
+// dropTable asks for the removal of the Maglev table of a set.
+func (s *services) dropTable(set uint32) {
+	s.tables.forget(set)
+	s.maglev.Delete(set)
+}
+
+// entries calls f for the keys of a set's backends.
+func (set *backendSet) entries(f func(maps.BackendKey)) {
 	for i := range set.backends {
-		backend(maps.BackendKey{Set: set.num, Slot: uint32(i)})
-	}
-	for i := range (set.maglev + chunkLen - 1) / chunkLen {
-		chunk(maps.MaglevKey{Set: set.num, Chunk: i})
+		f(maps.BackendKey{Set: set.num, Slot: uint32(i)})
 	}
 }
-
-const chunkLen = uint32(len(maps.Maglev{}.Slot))
 
 // commit is called when what prepare asked for was tried: with an entry
 // missing, the port stays with the sets and states it has, except that it can
@@ -160,8 +168,12 @@ func (s *services) commit(p *service.Port) error {
 				s.bury(set, nil)
 			}
 		}
+		former := make(map[maps.Backend]uint32, len(st.states))
+		for _, b := range st.states {
+			former[b.Backend] = b.Flags
+		}
 		for _, b := range p.States {
-			if old, ok := st.states[b.Backend]; ok {
+			if old, ok := former[b.Backend]; ok {
 				s.states.Set(stateKey(st.id, b.Backend), old)
 			} else {
 				s.states.Delete(stateKey(st.id, b.Backend))
@@ -183,32 +195,35 @@ func (s *services) commit(p *service.Port) error {
 			s.bury(set, st.frontends)
 		}
 	}
-	states := make(map[maps.Backend]uint32, len(p.States))
+	kept := make(map[maps.Backend]struct{}, len(p.States))
 	for _, b := range p.States {
-		states[b.Backend] = b.Flags
+		kept[b.Backend] = struct{}{}
 	}
-	for b := range st.states {
-		if _, kept := states[b]; !kept {
-			s.states.Delete(stateKey(st.id, b))
+	for _, b := range st.states {
+		if _, ok := kept[b.Backend]; !ok {
+			s.states.Delete(stateKey(st.id, b.Backend))
 		}
 	}
-	st.states = states
+	st.states = p.States
 	return noTable
 }
 
 // withoutTable takes the Maglev table from a new set if there is no room for
 // all of it: backends are then chosen evenly.
 func (s *services) withoutTable(st *portState, next []backendSet) (err error) {
+	if st.noRoom != 0 {
+		return s.tables.full(st.noRoom)
+	}
 	for i := range next {
 		set := &next[i]
 		if set.maglev == 0 || st.has(set.num) {
 			continue
 		}
-		set.entries(func(maps.BackendKey) {}, func(k maps.MaglevKey) { err = firstErr(err, s.maglev, k) })
-		if err != nil {
-			set.entries(func(maps.BackendKey) {}, s.maglev.Delete)
+		if err = s.maglev.Err(set.num); err != nil {
+			s.dropTable(set.num)
+			err = noTableError{set.maglev, err}
 			set.maglev = 0
-			return fmt.Errorf("no Maglev table, other nodes may choose other backends: %w", err)
+			return err
 		}
 	}
 	return nil
@@ -224,7 +239,7 @@ func (s *services) missing(st *portState, p *service.Port, next []backendSet) (e
 		if st.has(next[i].num) {
 			continue
 		}
-		next[i].entries(func(k maps.BackendKey) { err = firstErr(err, s.backends, k) }, func(maps.MaglevKey) {})
+		next[i].entries(func(k maps.BackendKey) { err = firstErr(err, s.backends, k) })
 	}
 	for _, b := range p.States {
 		err = firstErr(err, s.states, stateKey(st.id, b.Backend))
@@ -267,7 +282,7 @@ func (s *services) restrict(p *service.Port) (errs []error) {
 // sets and the states that an earlier run left under its frontends, if no
 // other port has them.
 func (s *services) adopt(p *service.Port) *portState {
-	st := &portState{states: make(map[maps.Backend]uint32)}
+	st := &portState{port: p.Key()}
 	for _, f := range p.Frontends {
 		v, ok := s.frontends.Actual(f.Key)
 		if !s.leftoversFrom.IsZero() {
@@ -283,10 +298,10 @@ func (s *services) adopt(p *service.Port) *portState {
 	}
 	s.ids[st.id] = struct{}{}
 	s.adoptSets(st, p)
-	for k := range s.statesOf[st.id] {
+	for _, k := range s.statesOf[st.id] {
 		v, _ := s.states.Actual(k)
 		s.states.Set(k, v)
-		st.states[maps.Backend{Addr: k.Addr, Port: k.Port}] = v
+		st.states = append(st.states, service.BackendState{Backend: maps.Backend{Addr: k.Addr, Port: k.Port}, Flags: v})
 	}
 	return st
 }
@@ -376,7 +391,10 @@ func (s *services) sweep() (next time.Time, err error) {
 		}
 		due = true
 		delete(s.sets, g.num)
-		g.entries(s.backends.Delete, s.maglev.Delete)
+		g.entries(s.backends.Delete)
+		if g.maglev != 0 {
+			s.dropTable(g.num)
+		}
 		for _, a := range g.lost {
 			s.changed(a)
 		}
@@ -418,11 +436,26 @@ func (s *services) upsertStates() reconcile.Result[maps.BackendStateKey] {
 	return r
 }
 
+// hasState notes a state that was not in the map before.
 func (s *services) hasState(k maps.BackendStateKey) {
-	if s.statesOf[k.Service] == nil {
-		s.statesOf[k.Service] = make(map[maps.BackendStateKey]struct{})
+	s.statesOf[k.Service] = append(s.statesOf[k.Service], k)
+}
+
+// lostStates takes states that were removed out of the index.
+func (s *services) lostStates(keys []maps.BackendStateKey) {
+	gone := make(map[uint32]map[maps.BackendStateKey]struct{})
+	for _, k := range keys {
+		if gone[k.Service] == nil {
+			gone[k.Service] = make(map[maps.BackendStateKey]struct{})
+		}
+		gone[k.Service][k] = struct{}{}
 	}
-	s.statesOf[k.Service][k] = struct{}{}
+	for id, of := range gone {
+		left := slices.DeleteFunc(s.statesOf[id], func(k maps.BackendStateKey) bool { _, ok := of[k]; return ok })
+		if s.statesOf[id] = left; len(left) == 0 {
+			delete(s.statesOf, id)
+		}
+	}
 }
 
 func stateKey(id uint32, b maps.Backend) maps.BackendStateKey {

@@ -282,7 +282,7 @@ func (a *Agent) view(ctx context.Context) (v metricsView, err error) {
 		v.bumps = a.gens.total
 		v.sizes = map[string]int{
 			"pw_services": a.services.frontends.Len(), "pw_backends": a.services.backends.Len(),
-			"pw_maglev": a.services.maglev.Len(), "pw_backend_st": a.services.states.Len(), "pw_src_ranges": a.services.ranges.Len(),
+			"pw_maglev": a.services.tables.total, "pw_backend_st": a.services.states.Len(), "pw_src_ranges": a.services.ranges.Len(),
 			"pw_endpoints": a.peers.endpoints.Len(), "pw_addrs": a.peers.addrs.Len(),
 			"pw_prefixes": a.peers.prefixes.Len(), "pw_nodes": a.peers.nodes.Len(),
 			"pw_node_ids": a.peers.nodeIDs.Len(), "pw_policy": a.peers.policy.Len(),

@@ -10,7 +10,7 @@ type stores struct {
 	gens      genStore
 	services  reconcile.Store[maps.ServiceKey, maps.Service]
 	backends  reconcile.Store[maps.BackendKey, maps.Backend]
-	maglev    reconcile.Store[maps.MaglevKey, maps.Maglev]
+	maglev    maglevChunks
 	states    reconcile.Store[maps.BackendStateKey, uint32]
 	ranges    reconcile.Store[maps.SrcRangeKey, uint32]
 	devAddrs  reconcile.Store[uint32, maps.DevAddrs]

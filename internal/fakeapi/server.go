@@ -17,7 +17,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/watch"
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 )
 
@@ -147,16 +146,6 @@ func (s *Server) Serve(t testing.TB, l net.Listener) (stop func()) {
 // Config is a client configuration for the server.
 func (s *Server) Config() *rest.Config {
 	return &rest.Config{Host: s.URL, QPS: -1}
-}
-
-// Client is a real client of the server.
-func (s *Server) Client(t testing.TB) kubernetes.Interface {
-	t.Helper()
-	c, err := kubernetes.NewForConfig(s.Config())
-	if err != nil {
-		t.Fatal(err)
-	}
-	return c
 }
 
 // update changes the state and wakes whoever waits for a change.

@@ -72,9 +72,11 @@ func (c *Changes) Slice(s *discoveryv1.EndpointSlice, deleted bool) {
 		service: types.NamespacedName{Namespace: s.Namespace, Name: s.Labels[discoveryv1.LabelServiceName]},
 		deleted: deleted,
 	}
-	at, err := time.Parse(time.RFC3339Nano, s.Annotations[corev1.EndpointsLastChangeTriggerTime])
-	if family := corev1.IPFamily(s.AddressType); err == nil && slices.Contains(families(), family) {
-		ch.trigger = &trigger{family, at}
+	if text := s.Annotations[corev1.EndpointsLastChangeTriggerTime]; text != "" {
+		at, err := time.Parse(time.RFC3339Nano, text)
+		if family := corev1.IPFamily(s.AddressType); err == nil && slices.Contains(families(), family) {
+			ch.trigger = &trigger{family, at}
+		}
 	}
 	c.slices = append(c.slices, ch)
 }

@@ -43,9 +43,8 @@ type Config struct {
 
 // Datapath is the loaded datapath. Its methods may be called concurrently.
 type Datapath struct {
-	cfg  Config
-	log  *slog.Logger
-	spec *ebpf.CollectionSpec
+	cfg Config
+	log *slog.Logger
 
 	mu       sync.Mutex
 	objs     bpf.DpObjects
@@ -85,11 +84,11 @@ func Load(ctx context.Context, cfg Config) (*Datapath, error) {
 		return nil, err
 	}
 	d := &Datapath{
-		cfg: cfg, log: cfg.Log, spec: spec,
+		cfg: cfg, log: cfg.Log,
 		attached: make(map[hookKey]*attachment), clsact: cfg.ForceClsact,
 		sockets: make(map[socketHook]link.Link),
 	}
-	if err := d.dropIncompatible(); err != nil {
+	if err := d.dropIncompatible(spec); err != nil {
 		return nil, err
 	}
 	// What the last load replaced, unless its process has done this.
@@ -198,7 +197,7 @@ func (d *Datapath) SetOverlay(ctx context.Context, ifindex int) error {
 		return fmt.Errorf("close duplicate map handles: %w", err)
 	}
 	d.objs.DpPrograms = objs.DpPrograms
-	d.cfg, d.spec = cfg, spec
+	d.cfg = cfg
 	var errs []error
 	for _, a := range d.attached {
 		if err := a.replace(d.program(a.key.hook)); err != nil {
@@ -253,9 +252,9 @@ func (d *Datapath) Sweep(keys []maps.FlowKey) (removed int, err error) {
 
 // dropIncompatible unpins maps of another layout, so that the load makes new
 // ones. Programs still attached go on with the old ones until replaced.
-func (d *Datapath) dropIncompatible() error {
+func (d *Datapath) dropIncompatible(spec *ebpf.CollectionSpec) error {
 	var aside []string
-	for name, ms := range d.spec.Maps {
+	for name, ms := range spec.Maps {
 		if ms.Pinning != ebpf.PinByName {
 			continue
 		}

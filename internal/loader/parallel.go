@@ -19,8 +19,12 @@ import (
 // many at a time as there are CPUs: most of an agent's start is the verifier's.
 func loadInto(spec *ebpf.CollectionSpec, pins string, objs *bpf.DpObjects) (err error) {
 	cache := btf.NewCache()
+	// The load copies the programs it is given; those of all others, copied for
+	// each of them, would be the largest part of what a start allocates.
+	bare := *spec
+	bare.Programs = nil
 	only := func(programs map[string]*ebpf.ProgramSpec) *ebpf.CollectionSpec {
-		s := spec.Copy()
+		s := bare.Copy()
 		s.Programs = programs
 		// Filled below: the programs they name are not in this part.
 		for _, m := range s.Maps {
@@ -50,7 +54,7 @@ func loadInto(spec *ebpf.CollectionSpec, pins string, objs *bpf.DpObjects) (err 
 		free <- struct{}{}
 		wg.Go(func() {
 			defer func() { <-free }()
-			c, e := ebpf.NewCollectionWithOptions(only(map[string]*ebpf.ProgramSpec{name: spec.Programs[name].Copy()}), ebpf.CollectionOptions{
+			c, e := ebpf.NewCollectionWithOptions(only(map[string]*ebpf.ProgramSpec{name: spec.Programs[name]}), ebpf.CollectionOptions{
 				MapReplacements: all.Maps, Cache: cache,
 			})
 			mu.Lock()

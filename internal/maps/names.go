@@ -20,7 +20,7 @@ type enumNames struct {
 // enums reads the names once, from the BTF of the embedded object: the C
 // headers are the only table of names.
 var enums = sync.OnceValues(func() (map[string]enumNames, error) {
-	spec, err := bpf.LoadDp()
+	types, err := bpf.LoadTypes()
 	if err != nil {
 		return nil, fmt.Errorf("embedded datapath: %w", err)
 	}
@@ -38,7 +38,7 @@ var enums = sync.OnceValues(func() (map[string]enumNames, error) {
 		{"pw_policy_kind", "PW_POL_"},
 	} {
 		var t *btf.Enum
-		if err := spec.Types.TypeByName(e.enum, &t); err != nil {
+		if err := types.TypeByName(e.enum, &t); err != nil {
 			return nil, fmt.Errorf("embedded datapath: enum %s: %w", e.enum, err)
 		}
 		n := enumNames{names: make(map[uint64]string, len(t.Values))}

@@ -1,26 +1,32 @@
 package reconcile
 
+// ArrayStore is the map behind [Array]; [maps.Map] is one.
+type ArrayStore[K comparable, V any] interface {
+	Store[K, V]
+	Each(func(K, V) error) error
+}
+
 // Array makes a store of an array map, in which every key exists at all
 // times: an entry of the zero value counts as absent.
-func Array[K comparable, V comparable](store Store[K, V]) Store[K, V] {
+func Array[K comparable, V comparable](store ArrayStore[K, V]) Store[K, V] {
 	return array[K, V]{store}
 }
 
 type array[K comparable, V comparable] struct {
-	Store[K, V]
+	ArrayStore[K, V]
 }
 
 func (a array[K, V]) Dump() (map[K]V, error) {
-	all, err := a.Store.Dump()
-	if err != nil {
-		return nil, err
-	}
 	var zero V
 	out := make(map[K]V)
-	for k, v := range all {
+	err := a.Each(func(k K, v V) error {
 		if v != zero {
 			out[k] = v
 		}
+		return nil
+	})
+	if err != nil {
+		return nil, err
 	}
 	return out, nil
 }

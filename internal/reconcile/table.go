@@ -3,8 +3,11 @@ package reconcile
 import (
 	"errors"
 	"fmt"
+	"iter"
 	"sort"
 	"time"
+
+	gomaps "maps"
 
 	"github.com/podweir/podweir/internal/maps"
 )
@@ -136,13 +139,15 @@ func (t *Table[K, V]) Set(k K, v V) {
 	t.touch(k, want[V]{v, true})
 }
 
-// touch marks a key. A map that was large once is slow to walk when it is
-// nearly empty: it begins anew when it is empty.
-func (t *Table[K, V]) touch(k K, w want[V]) {
+func (t *Table[K, V]) touch(k K, w want[V]) { t.dirty[k] = w }
+
+// settled is called when keys were taken from those marked. A map that was
+// large once takes its memory, and is slow to walk, when it is nearly empty: it
+// begins anew when it is empty.
+func (t *Table[K, V]) settled() {
 	if len(t.dirty) == 0 {
 		t.dirty = make(map[K]want[V])
 	}
-	t.dirty[k] = w
 }
 
 // Delete desires that an entry is gone.
@@ -169,11 +174,16 @@ func (t *Table[K, V]) Err(k K) error { return t.failed[k].err }
 // All is the shadow: read it, never change it.
 func (t *Table[K, V]) All() map[K]V { return t.actual }
 
+// Unsettled are the keys whose desired state may be another than the actual
+// one.
+func (t *Table[K, V]) Unsettled() iter.Seq[K] { return gomaps.Keys(t.dirty) }
+
 // Len is how many entries the map holds.
 func (t *Table[K, V]) Len() int { return len(t.actual) }
 
 // Upsert writes what is missing or differs.
 func (t *Table[K, V]) Upsert() Result[K] {
+	defer t.settled()
 	now := t.now()
 	var puts map[K]V
 	for k, w := range t.dirty {
@@ -218,6 +228,7 @@ func (t *Table[K, V]) Upsert() Result[K] {
 
 // Prune removes what is there and not desired.
 func (t *Table[K, V]) Prune() Result[K] {
+	defer t.settled()
 	now := t.now()
 	var keys []K
 	for k, w := range t.dirty {

@@ -23,6 +23,15 @@ func (f *fake) Name() string { return "fake" }
 
 func (f *fake) Dump() (map[int]string, error) { return maps.Clone(f.m), nil }
 
+func (f *fake) Each(each func(int, string) error) error {
+	for k, v := range f.m {
+		if err := each(k, v); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 func (f *fake) TryPutAll(entries map[int]string) map[int]error {
 	errs := make(map[int]error)
 	for _, k := range slices.Sorted(maps.Keys(entries)) {

@@ -86,8 +86,22 @@ func hinted(endpoints []Endpoint, want string, hints func(*Endpoint) []string) [
 	return out
 }
 
+// filter returns the endpoints to keep; if that is all of them, as it is
+// nearly always, the very slice.
 func filter(endpoints []Endpoint, keep func(*Endpoint) bool) []Endpoint {
-	var out []Endpoint
+	n := 0
+	for i := range endpoints {
+		if keep(&endpoints[i]) {
+			n++
+		}
+	}
+	switch n {
+	case 0:
+		return nil
+	case len(endpoints):
+		return endpoints
+	}
+	out := make([]Endpoint, 0, n)
 	for i := range endpoints {
 		if keep(&endpoints[i]) {
 			out = append(out, endpoints[i])

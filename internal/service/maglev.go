@@ -122,14 +122,12 @@ func mix(x uint64) uint64 {
 	return x ^ x>>31
 }
 
-// MaglevChunks cuts a table into the entries of pw_maglev for a set.
-func MaglevChunks(set uint32, table []uint16) map[maps.MaglevKey]maps.Maglev {
+// MaglevChunks cuts a table into the entries of pw_maglev for a set, by number.
+func MaglevChunks(table []uint16) []maps.Maglev {
 	const chunk = len(maps.Maglev{}.Slot)
-	out := make(map[maps.MaglevKey]maps.Maglev, len(table)/chunk+1)
-	for i := 0; i < len(table); i += chunk {
-		var v maps.Maglev
-		copy(v.Slot[:], table[i:])
-		out[maps.MaglevKey{Set: set, Chunk: uint32(i / chunk)}] = v
+	out := make([]maps.Maglev, (len(table)+chunk-1)/chunk)
+	for i := range out {
+		copy(out[i].Slot[:], table[i*chunk:])
 	}
 	return out
 }

@@ -119,16 +119,16 @@ func TestMaglevOrderIndependence(t *testing.T) {
 
 func TestMaglevChunks(t *testing.T) {
 	table := Maglev(backends(7), 1021)
-	chunks := MaglevChunks(9, table)
+	chunks := MaglevChunks(table)
 	if len(chunks) != 16 {
 		t.Fatalf("%d chunks, want 16", len(chunks))
 	}
 	for i, slot := range table {
-		if got := chunks[maps.MaglevKey{Set: 9, Chunk: uint32(i / 64)}].Slot[i%64]; got != slot {
+		if got := chunks[i/64].Slot[i%64]; got != slot {
 			t.Fatalf("entry %d: %d, want %d", i, got, slot)
 		}
 	}
-	if last := chunks[maps.MaglevKey{Set: 9, Chunk: 15}]; last.Slot[63] != 0 {
+	if last := chunks[15]; last.Slot[63] != 0 {
 		t.Error("behind the table there is something")
 	}
 }

@@ -289,16 +289,26 @@ func (p *Port) choose(endpoints []Endpoint, internal, external Scope, node Node)
 		if s == Local {
 			from = local
 		}
+		list = slices.Grow(list, len(from))
 		for i := range from {
 			list = append(list, from[i].Backend)
 		}
 		return list, s == Local && len(list) == 0 && len(cluster) > 0
 	}
+	// Sets that are equal, as they mostly are, are kept once.
+	shared := func(list, other []maps.Backend) []maps.Backend {
+		if len(list) > 0 && slices.Equal(list, other) {
+			return other
+		}
+		return list
+	}
 	p.Internal, p.NoLocalInternal = set(internal)
 	ext := p.Internal
 	if p.HasExternal() {
 		p.Cluster, _ = set(Cluster)
+		p.Cluster = shared(p.Cluster, p.Internal)
 		p.External, p.NoLocalExternal = set(external)
+		p.External = shared(shared(p.External, p.Internal), p.Cluster)
 		p.Maglev = MaglevSize(node.MaglevSize, len(p.External))
 		ext = p.External
 	}
@@ -311,6 +321,7 @@ func (p *Port) choose(endpoints []Endpoint, internal, external Scope, node Node)
 			flags[b] |= of.flag
 		}
 	}
+	p.States = slices.Grow(p.States, len(endpoints))
 	for i := range endpoints {
 		if e := &endpoints[i]; e.Serving {
 			p.States = append(p.States, BackendState{e.Backend, flags[e.Backend] | maps.BackendServing})

@@ -12,15 +12,13 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/watch"
-	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 
 	"github.com/podweir/podweir/internal/table"
 )
 
 type apiSource struct {
-	client kubernetes.Interface
+	client *Client
 	tables *table.Tables
 	log    *slog.Logger
 	// askAgain is the time after which an API that the server did not have
@@ -28,63 +26,40 @@ type apiSource struct {
 	askAgain time.Duration
 }
 
-// Configure has a client's objects come as protobuf, which costs a fraction of
-// what JSON does to decode, and as JSON from a server that has nothing else.
-func Configure(c *rest.Config) {
-	c.AcceptContentTypes = runtime.ContentTypeProtobuf + "," + runtime.ContentTypeJSON
-	c.ContentType = runtime.ContentTypeProtobuf
-}
-
 // NewAPI returns a source that reads from the API server. A kind that cannot
 // be listed is a problem in the tables until it can. An API server without
 // ServiceCIDR objects, which came with Kubernetes 1.31, counts as one that has
 // none of them.
-func NewAPI(client kubernetes.Interface, t *table.Tables, log *slog.Logger) Source {
+func NewAPI(client *Client, t *table.Tables, log *slog.Logger) Source {
 	return &apiSource{client: client, tables: t, log: log, askAgain: 10 * time.Minute}
 }
 
 func (a *apiSource) Run(ctx context.Context) error {
+	lws, err := a.listerWatchers()
+	if err != nil {
+		return err
+	}
 	in, err := a.tables.RegisterSource("the API server")
 	if err != nil {
 		return err
 	}
-	runReflectors(ctx, a.listerWatchers(), a.tables, in, a.log)
+	runReflectors(ctx, lws, a.tables, in, a.log)
 	return nil
 }
 
-func (a *apiSource) listerWatchers() map[string]cache.ListerWatcher {
-	core, networking := a.client.CoreV1(), a.client.NetworkingV1()
-	slices := a.client.DiscoveryV1().EndpointSlices(metav1.NamespaceAll)
-	lws := map[string]*cache.ListWatch{
-		"Namespace":     listWatch(core.Namespaces().List, core.Namespaces().Watch),
-		"Node":          listWatch(core.Nodes().List, core.Nodes().Watch),
-		"Pod":           listWatch(core.Pods(metav1.NamespaceAll).List, core.Pods(metav1.NamespaceAll).Watch),
-		"Service":       listWatch(core.Services(metav1.NamespaceAll).List, core.Services(metav1.NamespaceAll).Watch),
-		"EndpointSlice": listWatch(slices.List, slices.Watch),
-		"NetworkPolicy": listWatch(networking.NetworkPolicies(metav1.NamespaceAll).List, networking.NetworkPolicies(metav1.NamespaceAll).Watch),
-		"ServiceCIDR":   a.optional("servicecidrs", listWatch(networking.ServiceCIDRs().List, networking.ServiceCIDRs().Watch)),
-	}
+func (a *apiSource) listerWatchers() (map[string]cache.ListerWatcher, error) {
 	out := map[string]cache.ListerWatcher{}
 	for _, k := range kinds() {
-		out[k.name] = cache.ToListWatcherWithWatchListSemantics(a.reporting(k.resource, lws[k.name]), a.client)
+		lw, err := a.client.listWatch(k)
+		if err != nil {
+			return nil, err
+		}
+		if k.name == "ServiceCIDR" {
+			lw = a.optional(k.resource, lw)
+		}
+		out[k.name] = a.reporting(k.resource, lw)
 	}
-	return out
-}
-
-func listWatch[L runtime.Object](
-	list func(context.Context, metav1.ListOptions) (L, error),
-	watch func(context.Context, metav1.ListOptions) (watch.Interface, error),
-) *cache.ListWatch {
-	return &cache.ListWatch{
-		ListWithContextFunc: func(ctx context.Context, opts metav1.ListOptions) (runtime.Object, error) {
-			l, err := list(ctx, opts)
-			if err != nil {
-				return nil, err
-			}
-			return l, nil
-		},
-		WatchFuncWithContext: watch,
-	}
+	return out, nil
 }
 
 // reporting keeps a problem in the tables while a kind cannot be read. Errors

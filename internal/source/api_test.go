@@ -15,7 +15,6 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 
 	"github.com/podweir/podweir/internal/fakeapi"
@@ -135,11 +134,20 @@ func modes(t *testing.T, test func(t *testing.T, s *fakeapi.Server)) {
 	}
 }
 
+func client(t *testing.T, rc *rest.Config) *Client {
+	t.Helper()
+	c, err := NewClient(rc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
 func TestAPIFollowsChanges(t *testing.T) {
 	modes(t, func(t *testing.T, s *fakeapi.Server) {
 		tables := newTables(t)
 		fill(s)
-		run(t, NewAPI(s.Client(t), tables, testLog(t)))
+		run(t, NewAPI(client(t, s.Config()), tables, testLog(t)))
 		waitSynced(t, tables)
 		txn := tables.DB.ReadTxn()
 		for tbl, want := range map[statedb.TableMeta]int{
@@ -165,7 +173,7 @@ func TestAPISyncedOnlyWithEveryList(t *testing.T) {
 		tables := newTables(t)
 		fill(s)
 		s.HoldLists()
-		run(t, NewAPI(s.Client(t), tables, testLog(t)))
+		run(t, NewAPI(client(t, s.Config()), tables, testLog(t)))
 		for _, step := range []struct {
 			resource string
 			table    statedb.TableMeta
@@ -200,7 +208,7 @@ func TestAPIRemovalsWhileCut(t *testing.T) {
 			modes(t, func(t *testing.T, s *fakeapi.Server) {
 				tables := newTables(t)
 				fill(s)
-				run(t, NewAPI(s.Client(t), tables, testLog(t)))
+				run(t, NewAPI(client(t, s.Config()), tables, testLog(t)))
 				waitSynced(t, tables)
 				// A watch that brought an event goes on after a cut; one that
 				// brought none so soon would begin again with a list.
@@ -242,7 +250,7 @@ func TestAPIDelayedEventsComeInOrder(t *testing.T) {
 	s := fakeapi.New(t)
 	tables := newTables(t)
 	fill(s)
-	run(t, NewAPI(s.Client(t), tables, testLog(t)))
+	run(t, NewAPI(client(t, s.Config()), tables, testLog(t)))
 	waitSynced(t, tables)
 	s.HoldEvents(fakeapi.Pods)
 	web := &corev1.Pod{ObjectMeta: meta("default", "web")}
@@ -262,7 +270,7 @@ func TestAPIWithoutServiceCIDRs(t *testing.T) {
 		tables := newTables(t)
 		fill(s)
 		s.Fail(404, fakeapi.ServiceCIDRs)
-		src := NewAPI(s.Client(t), tables, testLog(t)).(*apiSource)
+		src := NewAPI(client(t, s.Config()), tables, testLog(t)).(*apiSource)
 		src.askAgain = 10 * time.Millisecond
 		run(t, src)
 		waitSynced(t, tables)
@@ -282,7 +290,7 @@ func TestAPIErrorsAreProblems(t *testing.T) {
 	tables := newTables(t)
 	fill(s)
 	s.Fail(403, fakeapi.Services)
-	run(t, NewAPI(s.Client(t), tables, testLog(t)))
+	run(t, NewAPI(client(t, s.Config()), tables, testLog(t)))
 	p := awaitProblems(t, tables, "the refusal", func(p []string) bool { return len(p) == 1 })
 	if !strings.HasPrefix(strings.TrimPrefix(p[0], "cannot list"), " services") && !strings.HasPrefix(strings.TrimPrefix(p[0], "cannot watch"), " services") || !strings.Contains(p[0], "grant the agent's account") {
 		t.Errorf("problem %q", p[0])
@@ -306,11 +314,7 @@ func TestAPIUnreachableIsAProblem(t *testing.T) {
 	if err := l.Close(); err != nil { // from now on connections are refused
 		t.Fatal(err)
 	}
-	client, err := kubernetes.NewForConfig(&rest.Config{Host: "http://" + addr})
-	if err != nil {
-		t.Fatal(err)
-	}
-	run(t, NewAPI(client, tables, testLog(t)))
+	run(t, NewAPI(client(t, &rest.Config{Host: "http://" + addr}), tables, testLog(t)))
 	p := awaitProblems(t, tables, "the cause", func(p []string) bool { return len(p) == 7 })
 	if !strings.Contains(p[0], "connection refused") || !strings.Contains(p[0], "goes on trying") {
 		t.Errorf("problem %q", p[0])
@@ -345,7 +349,7 @@ func TestTrimmedChangesAreNotWritten(t *testing.T) {
 	node.ManagedFields = []metav1.ManagedFieldsEntry{{Manager: "kubelet"}}
 	node.Annotations = map[string]string{"node.alpha.kubernetes.io/ttl": "0", "podweir.io/kept": "yes"}
 	s.Put(node)
-	run(t, NewAPI(s.Client(t), tables, testLog(t)))
+	run(t, NewAPI(client(t, s.Config()), tables, testLog(t)))
 	waitSynced(t, tables)
 	before, rev, _ := tables.Nodes.Get(tables.DB.ReadTxn(), table.ByName[*corev1.Node]("", "a"))
 	if len(before.ManagedFields) != 0 || len(before.Annotations) != 1 {
@@ -373,7 +377,7 @@ func TestOneSourcePerTables(t *testing.T) {
 	if _, err := NewDir(t.TempDir(), tables, testLog(t)); err != nil {
 		t.Fatal(err)
 	}
-	err := NewAPI(fakeapi.New(t).Client(t), tables, testLog(t)).Run(t.Context())
+	err := NewAPI(client(t, fakeapi.New(t).Config()), tables, testLog(t)).Run(t.Context())
 	if err == nil || !strings.Contains(err.Error(), "manifests in") {
 		t.Errorf("a second source: %v", err)
 	}

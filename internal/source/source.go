@@ -44,6 +44,6 @@ func runReflectors(ctx context.Context, lws map[string]cache.ListerWatcher, t *t
 	wg.Wait()
 }
 
-func newStore[Obj object](t *table.Tables, tbl statedb.RWTable[Obj], trim func(Obj) Obj, done func(statedb.WriteTxn)) cache.ReflectorStore {
-	return &store[Obj]{t.DB, tbl, trim, done}
+func newStore[Obj comparableObject](t *table.Tables, tbl statedb.RWTable[Obj], trim func(Obj) Obj, done func(statedb.WriteTxn)) cache.ReflectorStore {
+	return &store[Obj]{db: t.DB, table: tbl, trim: trim, done: done}
 }

@@ -5,6 +5,7 @@ import (
 	"reflect"
 
 	"github.com/cilium/statedb"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/tools/cache"
 
 	"github.com/podweir/podweir/internal/table"
@@ -13,14 +14,23 @@ import (
 // store is what a reflector writes to: it trims the objects and puts them into
 // a table. What is the same after trimming, such as a node of which only the
 // heartbeat changed, is not written.
-type store[Obj object] struct {
+type store[Obj comparableObject] struct {
 	db    *statedb.DB
 	table statedb.RWTable[Obj]
 	trim  func(Obj) Obj
 	done  func(statedb.WriteTxn) // marks the table complete
+	// trimmed are the objects of a first list that streams in, until Replace
+	// is given them. The reflector calls from one goroutine.
+	trimmed map[Obj]struct{}
 }
 
-var _ cache.TransformingStore = (*store[object])(nil)
+// comparableObject is a pointer to an object.
+type comparableObject interface {
+	object
+	comparable
+}
+
+var _ cache.TransformingStore = (*store[*corev1.Pod])(nil)
 
 func (s *store[Obj]) Add(o any) error { return s.Update(o) }
 
@@ -71,6 +81,7 @@ func (s *store[Obj]) Replace(list []any, _ string) error {
 			return err
 		}
 	}
+	s.trimmed = nil
 	var gone []Obj
 	for obj := range s.table.All(txn) {
 		if !listed[table.Key(obj.GetNamespace(), obj.GetName())] {
@@ -92,12 +103,15 @@ func (s *store[Obj]) Resync() error { return nil }
 
 // Transformer lets the reflector trim a first list while it streams in.
 func (s *store[Obj]) Transformer() cache.TransformFunc {
+	s.trimmed = make(map[Obj]struct{}) // of an attempt that failed, none comes any more
 	return func(o any) (any, error) {
 		obj, err := s.cast(o)
 		if err != nil {
 			return nil, err
 		}
-		return s.trim(obj), nil
+		obj = s.trim(obj)
+		s.trimmed[obj] = struct{}{}
+		return obj, nil
 	}
 }
 
@@ -110,7 +124,10 @@ func (s *store[Obj]) cast(o any) (Obj, error) {
 }
 
 func (s *store[Obj]) put(txn statedb.WriteTxn, o Obj) (changed bool, err error) {
-	obj := s.trim(o)
+	obj := o
+	if _, done := s.trimmed[o]; !done {
+		obj = s.trim(o)
+	}
 	name := table.Key(obj.GetNamespace(), obj.GetName())
 	old, _, exists := s.table.Get(txn, table.ByName[Obj](obj.GetNamespace(), obj.GetName()))
 	if exists {

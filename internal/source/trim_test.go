@@ -4,9 +4,11 @@ import (
 	"maps"
 	"testing"
 
+	"github.com/cilium/statedb"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/tools/cache"
 
 	"github.com/podweir/podweir/internal/health"
 )
@@ -32,5 +34,33 @@ func TestTrimKeepsWhatHealthReads(t *testing.T) {
 	got := trimNode(trimNode(node)).Spec.Taints
 	if len(got) != 1 || got[0].Key != health.TaintToBeDeleted || got[0].Value != "" {
 		t.Errorf("taints of a node: %+v", got)
+	}
+}
+
+// An object of a first list that streams in is trimmed once, one that comes
+// otherwise, too.
+func TestTrimmedOnce(t *testing.T) {
+	tables := newTables(t)
+	trims := 0
+	s := newStore(tables, tables.Slices, func(s *discoveryv1.EndpointSlice) *discoveryv1.EndpointSlice {
+		trims++
+		return trimSlice(s)
+	}, func(statedb.WriteTxn) {})
+	transform := s.(cache.TransformingStore).Transformer()
+	streamed, err := transform(slice("web-1", "web", "10.244.80.66"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Replace([]any{streamed, slice("web-2", "web", "10.244.80.67")}, "1"); err != nil {
+		t.Fatal(err)
+	}
+	if trims != 2 {
+		t.Errorf("%d trims of two objects", trims)
+	}
+	if err := s.Update(slice("web-1", "other")); err != nil {
+		t.Fatal(err)
+	}
+	if trims != 3 {
+		t.Errorf("%d trims after an update", trims)
 	}
 }

@@ -28,11 +28,11 @@ func nodePort(s *corev1.Service, ports ...int32) *corev1.Service {
 	return s
 }
 
-// call starts one client: a hundred calls a second and more, if the machine
-// lets it.
+// call starts one client: two hundred calls a second, if the machine lets it,
+// so that the twelve of a test make more than two thousand.
 func (c *callers) call(t *testing.T, ctx context.Context, from *cluster.Netns, proto, target string, stays bool) {
 	t.Helper()
-	call, err := from.Caller(ctx, target, "-proto", proto, "-timeout", "30s", "-interval", "6ms")
+	call, err := from.Caller(ctx, target, "-proto", proto, "-timeout", "30s", "-interval", "5ms", "-parallel", "4")
 	ok(t, err)
 	c.all = append(c.all, call)
 	if !stays {

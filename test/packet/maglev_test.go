@@ -25,8 +25,8 @@ func TestMaglevChoosesAlike(t *testing.T) {
 			}
 			w.backends(set, addrs...)
 			size := service.MaglevSize(16381, n)
-			for k, chunk := range service.MaglevChunks(set, service.Maglev(list, size)) {
-				put(w, w.set.Maglev, k, chunk)
+			for i, chunk := range service.MaglevChunks(service.Maglev(list, size)) {
+				put(w, w.set.Maglev, maps.MaglevKey{Set: set, Chunk: uint32(i)}, chunk)
 			}
 			w.service(called, 7000, maps.ProtoTCP, maps.Service{
 				Id: id, Set: set, Count: uint32(n), ExtSet: set, ExtCount: uint32(n), Maglev: size, Flags: maps.ServiceExternal,

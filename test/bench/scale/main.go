@@ -24,6 +24,7 @@ type options struct {
 	pods    bool
 	format  string
 	bin     string
+	profile string
 }
 
 func main() {
@@ -36,6 +37,7 @@ func main() {
 	flag.BoolVar(&o.pods, "pods", false, "endpoints have Pod objects, too")
 	flag.StringVar(&o.format, "format", "protobuf", "what the API server speaks: protobuf, or json for one that has nothing else")
 	flag.StringVar(&o.bin, "bin", "", "bin folder of another build to measure")
+	flag.StringVar(&o.profile, "profiles", "", "folder to write profiles of the agent to: heap, and of processor time while it starts, which costs a little itself")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()

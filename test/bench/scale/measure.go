@@ -44,9 +44,16 @@ func measure(ctx context.Context, o options, s size, r *row) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, kubeconfig.Close(), os.Remove(kubeconfig.Name())) }()
+	args := []string{"--service-node-port-range", fmt.Sprintf("%d-%d", firstNodePort, lastNodePort)}
+	if o.profile != "" {
+		if err := os.MkdirAll(o.profile, 0o755); err != nil {
+			return err
+		}
+		args = append(args, "--pprof-bind-address", pprofAddr)
+	}
 	c, err := cluster.New(ctx, cluster.Config{
 		Label: "bench-scale " + s.Name, Wire: true, LogLevel: "warn", BinDir: o.bin, Kubeconfig: kubeconfig.Name(),
-		AgentArgs: []string{"--service-node-port-range", fmt.Sprintf("%d-%d", firstNodePort, lastNodePort)},
+		AgentArgs: args,
 	})
 	if err != nil {
 		return err
@@ -106,6 +113,7 @@ func (b *bench) repeat(ctx context.Context) (s sample, err error) {
 		return s, err
 	}
 	defer func() { err = errors.Join(err, b.node.KillAgent(context.WithoutCancel(ctx)), b.cleanup()) }()
+	profiled := b.profileStart(ctx, p)
 	if err := b.openMaps(ctx, p); err != nil {
 		return s, err
 	}
@@ -126,10 +134,16 @@ func (b *bench) repeat(ctx context.Context) (s sample, err error) {
 	if s.Start, err = b.memory(ctx, p.PID); err != nil {
 		return s, err
 	}
+	if err := errors.Join(profiled(), b.profileHeap(ctx, "start")); err != nil {
+		return s, err
+	}
 	if err := b.changes(ctx, p, &s); err != nil {
 		return s, err
 	}
 	if s.After, err = b.memory(ctx, p.PID); err != nil {
+		return s, err
+	}
+	if err := b.profileHeap(ctx, "changed"); err != nil {
 		return s, err
 	}
 	if s.MapBytes, err = mapMemory(b.pinned()); err != nil {

@@ -15,7 +15,8 @@ import (
 // memory is what the agent's process has, in MiB.
 type memory struct {
 	RSS     float64 `json:"rss"`
-	Peak    float64 `json:"peak"` // VmHWM
+	Files   float64 `json:"files"` // of it, pages of the program's own file
+	Peak    float64 `json:"peak"`  // VmHWM
 	GoHeap  float64 `json:"goHeap"`
 	GoTotal float64 `json:"goTotal"` // of the Go runtime, from the system
 }
@@ -38,6 +39,8 @@ func (b *bench) memory(ctx context.Context, pid int) (m memory, err error) {
 		switch fields[0] {
 		case "VmRSS:":
 			m.RSS = kib / 1024
+		case "RssFile:":
+			m.Files = kib / 1024
 		case "VmHWM:":
 			m.Peak = kib / 1024
 		}

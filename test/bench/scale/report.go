@@ -83,6 +83,7 @@ func (r *row) finish() {
 	mem := func(of func(*sample) *memory) memory {
 		return memory{
 			RSS:     median(func(s *sample) float64 { return of(s).RSS }),
+			Files:   median(func(s *sample) float64 { return of(s).Files }),
 			Peak:    median(func(s *sample) float64 { return of(s).Peak }),
 			GoHeap:  median(func(s *sample) float64 { return of(s).GoHeap }),
 			GoTotal: median(func(s *sample) float64 { return of(s).GoTotal }),
@@ -122,10 +123,10 @@ func (r *results) print(out io.Writer) {
 			w.Cold, w.ColdCPU, w.ChangeP50, w.ChangeP99, w.ChangeCPU, w.Burst, w.Restart, w.RestartCPU)
 	}
 	fmt.Fprintln(t)
-	fmt.Fprintln(t, "MiB\tRSS\tpeak\tGo heap\tafter changes: RSS\tpeak\tGo heap\trestarted: RSS\tpeak\tmaps\t")
+	fmt.Fprintln(t, "MiB\tRSS\tof it files\tpeak\tGo heap\tafter changes: RSS\tpeak\tGo heap\trestarted: RSS\tpeak\tmaps\t")
 	for _, w := range r.Rows {
-		fmt.Fprintf(t, "%s\t%.0f\t%.0f\t%.0f\t%.0f\t%.0f\t%.0f\t%.0f\t%.0f\t%.0f\t\n", w.Name,
-			w.Start.RSS, w.Start.Peak, w.Start.GoHeap, w.After.RSS, w.After.Peak, w.After.GoHeap,
+		fmt.Fprintf(t, "%s\t%.0f\t%.0f\t%.0f\t%.0f\t%.0f\t%.0f\t%.0f\t%.0f\t%.0f\t%.0f\t\n", w.Name,
+			w.Start.RSS, w.Start.Files, w.Start.Peak, w.Start.GoHeap, w.After.RSS, w.After.Peak, w.After.GoHeap,
 			w.Restarted.RSS, w.Restarted.Peak, w.Maps)
 	}
 	_ = t.Flush()
