@@ -359,7 +359,7 @@ static __always_inline int pw_still_there(const struct pw_flow *orig, __u16 via,
 		return src->ifindex == from->id;
 	if (from->kind == PW_PLACE_NODE && !via)
 		return !src->ifindex && src->node == from->id;
-	if (via || orig->service)
+	if (via || orig->service || orig->to.kind == PW_PLACE_HOST)
 		return pw_may_enter(src) && (via || !(src->flags & PW_PEER_HOST));
 	return !src->ifindex && !src->node && !src->flags;
 }

@@ -40,7 +40,7 @@ static __always_inline int pw_host_follows(struct __sk_buff *skb, struct pw_pkt 
 	if (f && f->from.kind == PW_PLACE_HOST)
 		return 1;
 	return pw_service_find(&p->key.dst, p->key.dport, p->key.proto, 0) ||
-	       pw_service_lookup(&p->key.dst, 0, 0);
+	       pw_service_lookup(&p->key.dst, 0, 0) || pw_answers_taken(&p->key, p->tcp_flags, 0);
 }
 
 /* The MTU of the tunnel that f's packets come by or go by; 0 = not known. */
