@@ -76,8 +76,13 @@ __noinline int pw_route(struct __sk_buff *skb, const struct pw_addr *src, const 
 		}
 	}
 	err = bpf_fib_lookup(skb, &fib, sizeof(fib), 0);
-	/* The neighbour is looked up, and asked for, at every send. */
-	if (err != BPF_FIB_LKUP_RET_SUCCESS && err != BPF_FIB_LKUP_RET_NO_NEIGH)
+	/*
+	 * The neighbour is looked up, and asked for, at every send; this very
+	 * packet may be too big for the device, which pw_over_limit tells its
+	 * sender.
+	 */
+	if (err != BPF_FIB_LKUP_RET_SUCCESS && err != BPF_FIB_LKUP_RET_NO_NEIGH &&
+	    err != BPF_FIB_LKUP_RET_FRAG_NEEDED)
 		return PW_DROP_NO_ROUTE;
 	f->to.kind = PW_PLACE_WIRE;
 	f->to.id = fib.ifindex;

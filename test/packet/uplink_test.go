@@ -3,10 +3,12 @@ package packet
 import (
 	"net"
 	"net/netip"
+	"slices"
 	"testing"
 
 	"github.com/vishvananda/netlink"
 
+	"github.com/podweir/podweir/internal/bpf"
 	"github.com/podweir/podweir/internal/maps"
 )
 
@@ -126,5 +128,49 @@ func TestAddressToSendUnderIsGone(t *testing.T) {
 			t.Fatalf("left under %v", sent.src)
 		}
 		w.wire(udp(out.dst, ap(f.nodeA, port))).is(fwdLocal, hitNew).leaves(out.dst, out.src)
+	})
+}
+
+// What does not fit the device towards the world is answered with its MTU, as
+// a flow's first packet and later; what may be fragmented is dropped, because
+// nobody does it.
+func TestTooBigForTheUplink(t *testing.T) {
+	const mtu = 1400
+	const tooBig, told = bpf.DpPwReasonPW_DROP_TOO_BIG, bpf.DpPwReasonPW_TOO_BIG_SENT
+	both(t, func(t *testing.T, w *world) {
+		w.otherUplink(t)
+		link, err := netlink.LinkByName(devWire2)
+		if err != nil {
+			t.Fatal(err)
+		}
+		was := link.Attrs().MTU
+		if err := netlink.LinkSetMTU(link, mtu); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := netlink.LinkSetMTU(link, was); err != nil {
+				t.Error(err)
+			}
+		})
+		room := mtu - 28
+		if w.f.v6 {
+			room -= 20
+		}
+		out := udp(ap(w.f.client, 40000), ap(w.f.world, 53))
+		fits, over := out.with(string(pattern(room))), dontFragment(out.with(string(pattern(room+50))).bytes(t))
+		answered := func(engine ...reason) {
+			t.Helper()
+			r := w.fire(w.at(fromPod, over))
+			if want := aboutPacket(r.shot.pkt, [2]byte{3, 4}, [2]byte{2, 0}, mtu); r.action != actRedirect || !slices.Equal(r.out, want) {
+				t.Fatalf("action %d\n got  %x\n want %x", r.action, r.out, want)
+			}
+			r.is(tooBig, append(engine, told)...)
+		}
+		answered(miss, created)
+		w.pod(devClient, fits).is(fwdWire, hitNew)
+		answered(hitNew)
+		if !w.f.v6 {
+			w.pod(devClient, out.with(string(pattern(room+1)))).is(tooBig, hitNew)
+		}
 	})
 }
