@@ -140,11 +140,19 @@ static __always_inline __u32 pw_affine_bit(const struct pw_service *svc, int ext
 	return ext ? PW_BE_EXT : PW_BE_CLUSTER;
 }
 
+static __always_inline struct pw_affinity_entry *pw_affinity_of(const struct pw_affinity_key *k,
+								int ext)
+{
+	if (ext)
+		return bpf_map_lookup_elem(&pw_affinity, k);
+	return bpf_map_lookup_elem(&pw_affinity_in, k);
+}
+
 /* The backend a client has had, if it may have it again. */
 static __always_inline int pw_affine(const struct pw_affinity_key *k, const struct pw_service *svc,
 				     int ext, struct pw_addr *addr, __u16 *port)
 {
-	struct pw_affinity_entry *e = bpf_map_lookup_elem(&pw_affinity, k);
+	struct pw_affinity_entry *e = pw_affinity_of(k, ext);
 	__u64 now = pw_now();
 
 	if (!e || e->last_used + svc->affinity * PW_SEC <= now)
@@ -157,7 +165,7 @@ static __always_inline int pw_affine(const struct pw_affinity_key *k, const stru
 	return 1;
 }
 
-static __always_inline void pw_affine_set(const struct pw_affinity_key *k,
+static __always_inline void pw_affine_set(const struct pw_affinity_key *k, int ext,
 					  const struct pw_addr *addr, __u16 port)
 {
 	struct pw_affinity_entry e = {
@@ -166,7 +174,10 @@ static __always_inline void pw_affine_set(const struct pw_affinity_key *k,
 		.port = port,
 	};
 
-	bpf_map_update_elem(&pw_affinity, k, &e, BPF_ANY);
+	if (ext)
+		bpf_map_update_elem(&pw_affinity, k, &e, BPF_ANY);
+	else
+		bpf_map_update_elem(&pw_affinity_in, k, &e, BPF_ANY);
 }
 
 /*
@@ -201,7 +212,7 @@ static __always_inline int pw_service_pick(const struct pw_flow_key *call,
 	*addr = be->addr;
 	*port = be->port;
 	if (svc->affinity)
-		pw_affine_set(&client, addr, *port);
+		pw_affine_set(&client, ext, addr, *port);
 	return 0;
 }
 
