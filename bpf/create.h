@@ -93,43 +93,70 @@ static __always_inline int pw_has_translatable(const struct pw_flow_key *key)
 	       (key->proto == IPPROTO_ICMPV6 && key->sport);
 }
 
-/* A port of the host's that one of its sockets uses is not ours to give. */
-__noinline int pw_port_in_use(struct __sk_buff *skb, __u8 proto, __u16 port)
+/*
+ * Has the host a socket at local that hears remote? Any but one that waits for
+ * whoever comes, or whose connection is over, if it must be connected.
+ */
+static __always_inline int pw_has_socket(struct __sk_buff *skb, __u8 proto,
+					 const struct pw_addr *local, __u16 lport,
+					 const struct pw_addr *remote, __u16 rport, int connected)
 {
-	struct pw_scratch *s = pw_get_scratch();
 	struct bpf_sock_tuple t = {};
 	struct bpf_sock *sk;
 	__u32 len;
-	int i;
+	int i, has;
 
-	if (!s)
-		return 1;
 	/* There is no look-up of SCTP's sockets: nothing is known of them. */
 	if (proto != IPPROTO_TCP && proto != IPPROTO_UDP)
 		return 0;
-	if (pw_addr_is_v4(&s->fwd.src)) {
-		t.ipv4.saddr = pw_addr_word(&s->fwd.dst, 3);
-		t.ipv4.daddr = pw_addr_word(&s->fwd.src, 3);
-		t.ipv4.sport = bpf_htons(s->fwd.dport);
-		t.ipv4.dport = bpf_htons(port);
+	if (pw_addr_is_v4(local)) {
+		t.ipv4.saddr = pw_addr_word(remote, 3);
+		t.ipv4.daddr = pw_addr_word(local, 3);
+		t.ipv4.sport = bpf_htons(rport);
+		t.ipv4.dport = bpf_htons(lport);
 		len = sizeof(t.ipv4);
 	} else {
 		for (i = 0; i < 4; i++) {
-			t.ipv6.saddr[i] = pw_addr_word(&s->fwd.dst, i);
-			t.ipv6.daddr[i] = pw_addr_word(&s->fwd.src, i);
+			t.ipv6.saddr[i] = pw_addr_word(remote, i);
+			t.ipv6.daddr[i] = pw_addr_word(local, i);
 		}
-		t.ipv6.sport = bpf_htons(s->fwd.dport);
-		t.ipv6.dport = bpf_htons(port);
+		t.ipv6.sport = bpf_htons(rport);
+		t.ipv6.dport = bpf_htons(lport);
 		len = sizeof(t.ipv6);
 	}
-	if (proto == IPPROTO_TCP)
+	if (proto == IPPROTO_TCP) {
 		sk = bpf_skc_lookup_tcp(skb, &t, len, BPF_F_CURRENT_NETNS, 0);
-	else
+		if (!sk)
+			return 0;
+		has = !connected || (sk->state != BPF_TCP_LISTEN && sk->state != BPF_TCP_TIME_WAIT);
+	} else {
 		sk = bpf_sk_lookup_udp(skb, &t, len, BPF_F_CURRENT_NETNS, 0);
-	if (!sk)
-		return 0;
+		if (!sk)
+			return 0;
+		has = !connected || sk->dst_port;
+	}
 	bpf_sk_release(sk);
-	return 1;
+	return has;
+}
+
+/*
+ * May the new flow not have this source port, because of a socket of the
+ * host's? Of the host's own ports one that any socket uses is not ours to
+ * give. What the host has heard or said under this very tuple without us
+ * (first: and the port is the client's own) must be told from the flow.
+ */
+__noinline int pw_port_in_use(struct __sk_buff *skb, __u8 proto, __u16 port, int first)
+{
+	struct pw_scratch *s = pw_get_scratch();
+
+	if (!s)
+		return 1;
+	if (s->snat || s->fwd.from.kind == PW_PLACE_HOST)
+		return pw_has_socket(skb, proto, &s->fwd.src, port, &s->fwd.dst, s->fwd.dport,
+				     first);
+	/* A UDP socket connected to a client is this flow's, from before. */
+	return s->fwd.to.kind == PW_PLACE_HOST && proto == IPPROTO_TCP &&
+	       pw_has_socket(skb, proto, &s->fwd.dst, s->fwd.dport, &s->fwd.src, port, 1);
 }
 
 /*
@@ -156,8 +183,7 @@ __noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_ke
 		port = cfg_port_min + (start + i * 7919) % range;
 		if (!ports)
 			port = key->sport;
-		else if ((s->snat || s->fwd.from.kind == PW_PLACE_HOST) &&
-			 pw_port_in_use(skb, key->proto, port))
+		else if (pw_port_in_use(skb, key->proto, port, 0))
 			continue;
 		s->rev_key.dport = port;
 		s->rev.key_hash = pw_key_hash(&s->rev_key);
@@ -235,6 +261,14 @@ static __always_inline int pw_flow_vacant(const struct pw_flow_key *key)
 	return v.result;
 }
 
+/* Is the tuple behind a service one that the host uses without it already? */
+static __always_inline int pw_host_knows(struct __sk_buff *skb, const struct pw_scratch *s,
+					 const struct pw_flow_key *key)
+{
+	return (s->fwd.service || key->via) && !(s->fwd.flags & PW_F_MIDSTREAM) &&
+	       pw_port_in_use(skb, key->proto, s->fwd.sport, 1);
+}
+
 /*
  * Writes both entries of a new flow: the scratch's fwd under key, rev under
  * rev_key. The insert of the forward entry decides between two CPUs that
@@ -255,7 +289,7 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 	s->fwd.key_hash = pw_key_hash(key);
 	s->rev.key_hash = pw_key_hash(&s->rev_key);
 	err = PW_EXISTS;
-	if (!s->snat) {
+	if (!s->snat && !pw_host_knows(skb, s, key)) {
 		err = pw_flow_reserve(s, &ours);
 		result = PW_FLOW_PORT_CHANGED;
 	}

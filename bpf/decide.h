@@ -76,8 +76,13 @@ __noinline int pw_route(struct __sk_buff *skb, const struct pw_addr *src, const 
 		}
 	}
 	err = bpf_fib_lookup(skb, &fib, sizeof(fib), 0);
-	/* The neighbour is looked up, and asked for, at every send. */
-	if (err != BPF_FIB_LKUP_RET_SUCCESS && err != BPF_FIB_LKUP_RET_NO_NEIGH)
+	/*
+	 * The neighbour is looked up, and asked for, at every send; this very
+	 * packet may be too big for the device, which pw_over_limit tells its
+	 * sender.
+	 */
+	if (err != BPF_FIB_LKUP_RET_SUCCESS && err != BPF_FIB_LKUP_RET_NO_NEIGH &&
+	    err != BPF_FIB_LKUP_RET_FRAG_NEEDED)
 		return PW_DROP_NO_ROUTE;
 	f->to.kind = PW_PLACE_WIRE;
 	f->to.id = fib.ifindex;
@@ -359,15 +364,31 @@ static __always_inline int pw_still_there(const struct pw_flow *orig, __u16 via,
 		return src->ifindex == from->id;
 	if (from->kind == PW_PLACE_NODE && !via)
 		return !src->ifindex && src->node == from->id;
-	if (via || orig->service)
+	if (via || orig->service || orig->to.kind == PW_PLACE_HOST)
 		return pw_may_enter(src) && (via || !(src->flags & PW_PEER_HOST));
 	return !src->ifindex && !src->node && !src->flags;
 }
 
 /*
+ * Does a flow go on under an address of this node that is none by now? Then
+ * its answers come here no more. One that is still there stays, whatever the
+ * device that the packets leave by.
+ */
+static __always_inline int pw_source_is_gone(const struct pw_scratch *s, const struct pw_addr *src)
+{
+	struct pw_peer *peer;
+
+	/* A host that calls itself has the service's address. */
+	if (pw_addr_eq(&s->fwd.src, src) || s->fwd.to.kind == PW_PLACE_HOST)
+		return 0;
+	peer = pw_peer_lookup(&s->fwd.src);
+	return !peer || !(peer->flags & PW_PEER_HOST);
+}
+
+/*
  * A flow one of whose generations moved: verdict and route once more, in the
- * ORIGINAL direction, from whichever entry the packet met. The backend stays,
- * but a UDP client whose own is gone gets another with its next datagram;
+ * ORIGINAL direction, from whichever entry the packet met; for a source on the
+ * wire the answers' route, too. The backend stays, but a UDP client whose own is gone gets another with its next datagram;
  * until then the old one's answers pass, judged one by one. A denial keeps entry and translation, so that the flow goes on when it is
  * allowed again. p and f are this packet's; both entries are updated.
  */
@@ -397,7 +418,7 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 	pw_resolve(&src, &s->src);
 	pw_resolve(&s->fwd.dst, &s->dst);
 	/* Another has the address by now: not this flow any more. */
-	if (!pw_still_there(orig, reply->twin_via, &s->src))
+	if (!pw_still_there(orig, reply->twin_via, &s->src) || pw_source_is_gone(s, &src))
 		return -1;
 	if (p->key.proto == IPPROTO_UDP) {
 		lost = !pw_service_holds(
@@ -410,6 +431,9 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 	err = pw_place(skb, &s->fwd.from, &src, &s->dst, &s->fwd);
 	if (!err)
 		err = pw_judge(&s->fwd.from, &src, p->key.proto, &s->src, &s->dst, &s->fwd);
+	s->rev = *reply;
+	if (!err && s->fwd.from.kind == PW_PLACE_WIRE)
+		err = pw_route(skb, &s->rev.src, &src, &s->rev);
 
 	orig->verdict = reply->verdict = err ? PW_VERDICT_DENY : PW_VERDICT_ALLOW;
 	orig->reason = reply->reason = err;
@@ -417,6 +441,8 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 	if (!err) {
 		orig->to = reply->from = s->fwd.to;
 		orig->nexthop = s->fwd.nexthop;
+		reply->to = s->rev.to;
+		reply->nexthop = s->rev.nexthop;
 		__builtin_memcpy(orig->mac, s->fwd.mac, 6);
 	}
 	if (lost)

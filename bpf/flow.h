@@ -122,6 +122,31 @@ static __always_inline struct pw_flow *pw_twin_find(const struct pw_flow_key *k,
 	return t;
 }
 
+/*
+ * Most of what the host says and hears itself is in no flow. Would the answers
+ * to this packet, which the host sends if it is from outside, be taken for
+ * another's, because a flow that is translated, or that another node sent
+ * here, has their tuple? Then it must become a flow, under another source
+ * port. TCP: as far as it starts something.
+ */
+__noinline int pw_answers_taken(const struct pw_flow_key *k, __u8 tcp_flags, int outside)
+{
+	struct pw_flow_key answer = {};
+	struct pw_flow *f;
+
+	if (!k ||
+	    (k->proto == IPPROTO_TCP && (tcp_flags & (PW_TCP_SYN | PW_TCP_ACK)) != PW_TCP_SYN))
+		return 0;
+	answer.src = k->dst;
+	answer.dst = k->src;
+	answer.sport = k->dport;
+	answer.dport = k->sport;
+	answer.proto = k->proto;
+	f = pw_flow_find(&answer);
+	return f && f->flags & PW_F_REPLY && f->flags & (PW_F_XLATE | PW_F_TUNNEL) &&
+	       (!outside || f->from.kind == PW_PLACE_HOST);
+}
+
 /* Idle for too long in both directions. */
 __noinline int pw_flow_expired(const struct pw_flow_key *k, const struct pw_flow *f, __u32 who)
 {

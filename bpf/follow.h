@@ -40,7 +40,7 @@ static __always_inline int pw_host_follows(struct __sk_buff *skb, struct pw_pkt 
 	if (f && f->from.kind == PW_PLACE_HOST)
 		return 1;
 	return pw_service_find(&p->key.dst, p->key.dport, p->key.proto, 0) ||
-	       pw_service_lookup(&p->key.dst, 0, 0);
+	       pw_service_lookup(&p->key.dst, 0, 0) || pw_answers_taken(&p->key, p->tcp_flags, 0);
 }
 
 /* The MTU of the tunnel that f's packets come by or go by; 0 = not known. */
@@ -52,30 +52,54 @@ static __always_inline __u32 pw_tunnel_mtu(const struct pw_flow *f)
 	return node ? node->mtu : 0;
 }
 
-static __always_inline int pw_exceeds(const struct __sk_buff *skb, const struct pw_pkt *p,
-				      const struct pw_flow *f, __u32 mtu)
-{
-	__u32 size = skb->gso_size ? skb->gso_size + p->headers : skb->len - ETH_HLEN;
+/* All that a packet to the wire may be large on any link (RFC 8200 5). */
+#define PW_MTU_ANY 1280
 
-	return f->to.kind == PW_PLACE_NODE && size > mtu;
+/*
+ * Might it be too big for the wire, and its sender want to know? What the
+ * host sends, its stack has seen to.
+ */
+static __always_inline int pw_may_exceed(const struct __sk_buff *skb, const struct pw_pkt *p,
+					 const struct pw_flow *f)
+{
+	return f->to.kind == PW_PLACE_WIRE && skb->len > PW_MTU_ANY + ETH_HLEN &&
+	       (p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV);
+}
+
+/* Are f's packets limited by the way that they go, or some of them? */
+static __always_inline int pw_is_limited(const struct __sk_buff *skb, const struct pw_pkt *p,
+					 const struct pw_flow *f)
+{
+	return f->flags & (PW_F_CLAMP | PW_F_TUNNEL) || pw_may_exceed(skb, p, f);
+}
+
+/* The MTU of the way that it does not fit, else 0. */
+static __always_inline __u32 pw_exceeds(struct __sk_buff *skb, const struct pw_pkt *p,
+					const struct pw_flow *f)
+{
+	__u32 size = skb->gso_size ? skb->gso_size + p->headers : skb->len - ETH_HLEN, mtu = 0;
+
+	if (f->to.kind == PW_PLACE_NODE)
+		mtu = pw_tunnel_mtu(f);
+	else if (pw_may_exceed(skb, p, f))
+		bpf_check_mtu(skb, f->to.id, &mtu, 0, 0); /* fills it in, whatever it says */
+	return mtu && size > mtu ? mtu : 0;
 }
 
 /*
  * What enters the tunnel from outside, or leaves by it for there, was made
  * for a way that may be wider: segments are limited by the MSS, and what is
- * too big all the same is answered with the tunnel's MTU. Few packets of a
- * known flow are concerned: the slow path does it.
+ * too big all the same is answered with the tunnel's MTU. So is what a pod
+ * sends to the wire by a device with a smaller MTU than its own. Few packets of
+ * a known flow are concerned: the slow path does it.
  */
 __noinline int pw_over_limit(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f)
 {
-	__u32 mtu;
-
 	if (!p || !f)
 		return 0;
 	if (f->flags & PW_F_CLAMP && p->key.proto == IPPROTO_TCP && p->tcp_flags & PW_TCP_SYN)
 		return 1;
-	mtu = pw_tunnel_mtu(f);
-	return mtu && pw_exceeds(skb, p, f, mtu);
+	return pw_exceeds(skb, p, f) != 0;
 }
 
 /* The slow path, in slow.c. */
@@ -121,8 +145,7 @@ static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
 	if (p->kind != PW_KIND_ICMP_ERROR && pw_flow_load(&p->key, &s->known, &at) &&
 	    pw_current(p, &s->known)) {
 		pw_flow_touch(p, &s->known, at, skb->len);
-		p->known = s->known.flags & (PW_F_CLAMP | PW_F_TUNNEL) &&
-			   pw_over_limit(skb, p, &s->known);
+		p->known = pw_is_limited(skb, p, &s->known) && pw_over_limit(skb, p, &s->known);
 		if (!p->known)
 			return pw_act(skb, p, &s->known, PW_ACT_KNOWN);
 	}

@@ -14,7 +14,11 @@ static __always_inline int pw_is_vxlan(const struct pw_pkt *p)
 	return p->key.proto == IPPROTO_UDP && p->key.dport == cfg_vxlan_port;
 }
 
-/* A service's address, or the answer to, or an error about, what left translated. */
+/*
+ * A service's address, or the answer to, or an error about, what left
+ * translated; or a call of the host itself that must be told from one of
+ * these.
+ */
 static __always_inline int pw_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
 {
 	struct pw_flow *f;
@@ -28,11 +32,12 @@ static __always_inline int pw_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
 		return 0;
 	f = pw_flow_find(&p->key);
 	if (f && f->flags & PW_F_XLATE) {
-		p->service = f->service && !(f->flags & PW_F_REPLY);
+		p->service = !(f->flags & PW_F_REPLY);
 		return 1;
 	}
 	p->service = pw_service_find(&p->key.dst, p->key.dport, p->key.proto, 1) ||
-		     pw_service_lookup(&p->key.dst, 0, 0);
+		     pw_service_lookup(&p->key.dst, 0, 0) ||
+		     pw_answers_taken(&p->key, p->tcp_flags, 1);
 	return p->service;
 }
 

@@ -82,7 +82,10 @@ struct {
 	__uint(pinning, LIBBPF_PIN_BY_NAME);
 } pw_maglev SEC(".maps");
 
-/* Full: the client that was longest away is forgotten. */
+/*
+ * Clients outside. Full: the one that was longest away is forgotten, and
+ * whoever sends under many names can bring that about.
+ */
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, 65536);
@@ -90,6 +93,15 @@ struct {
 	__type(value, struct pw_affinity_entry);
 	__uint(pinning, LIBBPF_PIN_BY_NAME);
 } pw_affinity SEC(".maps");
+
+/* Pods and processes of this node, which have no names but their own. */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 16384);
+	__type(key, struct pw_affinity_key);
+	__type(value, struct pw_affinity_entry);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_affinity_in SEC(".maps");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_LPM_TRIE);

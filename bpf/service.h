@@ -40,6 +40,27 @@ static __always_inline struct pw_service *pw_service_find(const struct pw_addr *
 	return bpf_map_lookup_elem(&pw_services, &k);
 }
 
+/*
+ * The frontend of a call from there. What another node sends here it has
+ * translated, except for what it cannot know: a host port. Pods of other nodes
+ * come to one under their own address if they are not masqueraded.
+ */
+static __always_inline struct pw_service *pw_service_called(const struct pw_flow_key *call,
+							    const struct pw_place *from)
+{
+	struct pw_addr dst = call->dst;
+	struct pw_peer *peer;
+
+	if (from->kind != PW_PLACE_NODE)
+		return pw_service_find(&dst, call->dport, call->proto, from->kind == PW_PLACE_WIRE);
+	if (cfg_masquerade || call->via)
+		return NULL;
+	peer = bpf_map_lookup_elem(&pw_addrs, &dst);
+	if (!peer || !(peer->flags & PW_PEER_HOST))
+		return NULL;
+	return pw_service_lookup(&dst, call->dport, call->proto);
+}
+
 static __always_inline __u32 pw_backend_state(const struct pw_addr *addr, __u16 port, __u32 service)
 {
 	struct pw_backend_st_key k = { .addr = *addr, .service = service, .port = port };
@@ -55,12 +76,11 @@ static __always_inline __u32 pw_backend_state(const struct pw_addr *addr, __u16 
  */
 __noinline int pw_service_holds(const struct pw_flow_key *k, const struct pw_flow *f)
 {
-	struct pw_service *svc = NULL;
+	struct pw_service *svc;
 
 	if (!k || !f)
 		return 1;
-	if (f->from.kind != PW_PLACE_NODE)
-		svc = pw_service_find(&k->dst, k->dport, k->proto, f->from.kind == PW_PLACE_WIRE);
+	svc = pw_service_called(k, &f->from);
 	if (!svc)
 		return !f->service;
 	return svc->id == f->service && pw_backend_state(&f->dst, f->dport, f->service);
@@ -120,11 +140,19 @@ static __always_inline __u32 pw_affine_bit(const struct pw_service *svc, int ext
 	return ext ? PW_BE_EXT : PW_BE_CLUSTER;
 }
 
+static __always_inline struct pw_affinity_entry *pw_affinity_of(const struct pw_affinity_key *k,
+								int ext)
+{
+	if (ext)
+		return bpf_map_lookup_elem(&pw_affinity, k);
+	return bpf_map_lookup_elem(&pw_affinity_in, k);
+}
+
 /* The backend a client has had, if it may have it again. */
 static __always_inline int pw_affine(const struct pw_affinity_key *k, const struct pw_service *svc,
 				     int ext, struct pw_addr *addr, __u16 *port)
 {
-	struct pw_affinity_entry *e = bpf_map_lookup_elem(&pw_affinity, k);
+	struct pw_affinity_entry *e = pw_affinity_of(k, ext);
 	__u64 now = pw_now();
 
 	if (!e || e->last_used + svc->affinity * PW_SEC <= now)
@@ -137,7 +165,7 @@ static __always_inline int pw_affine(const struct pw_affinity_key *k, const stru
 	return 1;
 }
 
-static __always_inline void pw_affine_set(const struct pw_affinity_key *k,
+static __always_inline void pw_affine_set(const struct pw_affinity_key *k, int ext,
 					  const struct pw_addr *addr, __u16 port)
 {
 	struct pw_affinity_entry e = {
@@ -146,7 +174,10 @@ static __always_inline void pw_affine_set(const struct pw_affinity_key *k,
 		.port = port,
 	};
 
-	bpf_map_update_elem(&pw_affinity, k, &e, BPF_ANY);
+	if (ext)
+		bpf_map_update_elem(&pw_affinity, k, &e, BPF_ANY);
+	else
+		bpf_map_update_elem(&pw_affinity_in, k, &e, BPF_ANY);
 }
 
 /*
@@ -181,7 +212,7 @@ static __always_inline int pw_service_pick(const struct pw_flow_key *call,
 	*addr = be->addr;
 	*port = be->port;
 	if (svc->affinity)
-		pw_affine_set(&client, addr, *port);
+		pw_affine_set(&client, ext, addr, *port);
 	return 0;
 }
 
@@ -202,12 +233,9 @@ __noinline int pw_select(const struct pw_pkt *p)
 	s->fwd.dst = p->key.dst;
 	s->fwd.dport = p->key.dport;
 	s->svc_flags = 0;
-	/* What another node sends here was translated there. */
-	if (p->from.kind == PW_PLACE_NODE)
-		return 0;
 	ext = p->from.kind == PW_PLACE_WIRE;
 	for (i = 0; i < 2 && pw_has_ports(p->key.proto); i++) {
-		svc = pw_service_find(&p->key.dst, p->key.dport, p->key.proto, ext);
+		svc = pw_service_called(&p->key, &p->from);
 		if (!svc)
 			break;
 		if (svc->flags & PW_SVC_SOURCE_RANGES && !pw_in_ranges(svc->id, &p->key.src))
@@ -224,7 +252,7 @@ __noinline int pw_select(const struct pw_pkt *p)
 		if (i)
 			return PW_DROP_NO_BACKEND;
 	}
-	if (pw_service_lookup(&p->key.dst, 0, 0))
+	if (p->from.kind != PW_PLACE_NODE && pw_service_lookup(&p->key.dst, 0, 0))
 		return PW_DROP_NO_SERVICE_PORT;
 	return 0;
 }

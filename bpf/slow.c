@@ -127,11 +127,10 @@ __noinline int pw_limit(struct __sk_buff *skb, struct pw_pkt *p, const struct pw
 	if (!p || !f || !s)
 		return 0;
 	s->mtu = pw_tunnel_mtu(f);
-	if (!s->mtu)
-		return 0;
-	if (f->flags & PW_F_CLAMP && pw_clamp_mss(skb, p, s->mtu))
+	if (f->flags & PW_F_CLAMP && s->mtu && pw_clamp_mss(skb, p, s->mtu))
 		pw_count(PW_MSS_CLAMPED, p->hook, p->v6, skb->len);
-	return pw_exceeds(skb, p, f, s->mtu) ? PW_DROP_TOO_BIG : 0;
+	s->mtu = pw_exceeds(skb, p, f);
+	return s->mtu ? PW_DROP_TOO_BIG : 0;
 }
 
 /* 0, and what is to be done is in s->fwd; or the reason of a drop. */
@@ -159,9 +158,12 @@ int slow(struct __sk_buff *skb)
 	err = pw_find_action(skb, &p, s);
 	if (err)
 		return pw_answer(skb, &p, err);
-	/* One too big that may not be told so is left to the device to fragment. */
-	if (s->fwd.flags & (PW_F_CLAMP | PW_F_TUNNEL) && pw_limit(skb, &p, &s->fwd) &&
-	    pw_tell_mtu(skb, &p))
-		return pw_send_back(skb, &p);
+	if (pw_is_limited(skb, &p, &s->fwd) && pw_limit(skb, &p, &s->fwd)) {
+		if (pw_tell_mtu(skb, &p))
+			return pw_send_back(skb, &p);
+		/* The tunnel's device fragments what may not be told so, no other. */
+		if (s->fwd.to.kind == PW_PLACE_WIRE)
+			return pw_drop(skb, &p, PW_DROP_TOO_BIG);
+	}
 	return pw_act(skb, &p, &s->fwd, s->pkt.known ? PW_ACT_KNOWN : PW_ACT_FIRST);
 }

@@ -29,6 +29,22 @@ static __always_inline int pw_sock_reaches(const struct pw_backend *be)
 }
 
 /*
+ * May the socket go to a backend under its own address? One that it has not
+ * yet the route will choose. One that other nodes do not know as this node's
+ * leads no answer back: its packets get another on the way (pw_source).
+ */
+static __always_inline int pw_sock_source_serves(const struct pw_flow_key *call)
+{
+	struct pw_addr src = call->src;
+	struct pw_peer *peer;
+
+	if (pw_addr_is_zero(&src) || (pw_addr_is_v4(&src) && !pw_addr_word(&src, 3)))
+		return 1;
+	peer = bpf_map_lookup_elem(&pw_addrs, &src);
+	return peer && peer->flags & PW_PEER_INTERNAL;
+}
+
+/*
  * A backend for the call, as pw_select would choose it. 1 = there is one. A
  * function that is verified by itself: what is known of an address after one
  * comparison would have the rest followed once more for each.
@@ -41,7 +57,7 @@ __noinline int pw_sock_pick(const struct pw_flow_key *call, struct pw_backend *b
 	if (!call || !be)
 		return 0;
 	/* 0.0.0.0 means loopback here, but any address of the node as a key. */
-	if (pw_addr_is_bad_source(&call->dst))
+	if (pw_addr_is_bad_source(&call->dst) || !pw_sock_source_serves(call))
 		return 0;
 	for (i = 0; i < 2; i++) {
 		svc = pw_service_find(&call->dst, call->dport, call->proto, 0);

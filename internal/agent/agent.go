@@ -43,6 +43,7 @@ type Stack interface {
 	SyncRoutes(want []node.Route, overlay int) (changes int, err error)
 	SyncSysctls(outside []node.Device) error
 	Way(addr netip.Addr) (w node.Way, ok bool, err error)
+	WorldRoutes() (uint64, error)
 }
 
 // Options are the settings of the loop.
@@ -108,7 +109,8 @@ type world struct {
 	outside  []node.Device
 	overlay  int
 	ways     map[netip.Addr]node.Way // to the other nodes' addresses
-	mtu      int                     // of the overlay device and of pods
+	leaving  leaving
+	mtu      int // of the overlay device and of pods
 	attached map[int]string
 	cidrs    []netip.Prefix
 	in       peerInput

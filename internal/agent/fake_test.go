@@ -98,6 +98,7 @@ type fakeStack struct {
 	list     []node.Device
 	routes   []node.Route
 	overlays []node.Overlay
+	world    uint64
 }
 
 func newFakeStack() *fakeStack {
@@ -132,6 +133,12 @@ func (s *fakeStack) SyncRoutes(want []node.Route, _ int) (int, error) {
 
 func (s *fakeStack) Way(addr netip.Addr) (node.Way, bool, error) {
 	return node.Way{Device: 2, Nexthop: addr, MTU: 1500, Onlink: true}, true, nil
+}
+
+func (s *fakeStack) WorldRoutes() (uint64, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.world, nil
 }
 
 func (s *fakeStack) SyncSysctls([]node.Device) error { return nil }

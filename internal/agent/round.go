@@ -38,6 +38,7 @@ func (a *Agent) round(ctx context.Context) time.Time {
 		a.readNodes(txn)
 		a.syncStack(ctx)
 		a.syncDevAddrs()
+		a.readLeaving()
 	}
 	a.dirty.routes = a.dirty.routes || a.dirty.peers || a.dirty.stack || a.dirty.nodes
 	endpoints := a.dirty.peers
@@ -57,6 +58,7 @@ func (a *Agent) round(ctx context.Context) time.Time {
 	}
 	a.syncRoutes()
 	a.syncPrograms(ctx)
+	a.followLeaving()
 	if first {
 		a.services.buryLeftovers()
 		a.full = true

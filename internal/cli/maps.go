@@ -118,7 +118,7 @@ func (p pinned) Usage() ([]MapUsage, error) {
 	s := p.set
 	out = append(out, usage(s.Flows, &errs), p.usageNew(&errs), usage(s.Services, &errs),
 		usage(s.Backends, &errs), usage(s.Maglev, &errs), usage(s.BackendStates, &errs), usage(s.SrcRanges, &errs),
-		usage(s.Affinity, &errs), usage(s.Endpoints, &errs), usage(s.Addrs, &errs), usage(s.Prefixes, &errs),
+		usage(s.Affinity, &errs), usage(s.AffinityIn, &errs), usage(s.Endpoints, &errs), usage(s.Addrs, &errs), usage(s.Prefixes, &errs),
 		usage(s.NodeIDs, &errs), usage(s.Policy, &errs))
 	return out, errors.Join(errs...)
 }

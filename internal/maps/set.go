@@ -28,7 +28,8 @@ type Set struct {
 	PortClass     Map[uint32, uint16]
 	BackendStates Map[BackendStateKey, uint32]
 	Maglev        Map[MaglevKey, Maglev]
-	Affinity      Map[AffinityKey, Affinity]
+	Affinity      Map[AffinityKey, Affinity] // of clients outside
+	AffinityIn    Map[AffinityKey, Affinity] // of this node's pods and processes
 	SrcRanges     Map[SrcRangeKey, uint32]
 	DevAddrs      Map[uint32, DevAddrs]
 	SockRev       Map[uint64, SockAsked] // by socket cookie
@@ -54,6 +55,7 @@ func NewSet(o *bpf.DpMaps) Set {
 		BackendStates: Wrap[BackendStateKey, uint32](o.PwBackendSt, bpf.DpMapPwBackendSt),
 		Maglev:        Wrap[MaglevKey, Maglev](o.PwMaglev, bpf.DpMapPwMaglev),
 		Affinity:      Wrap[AffinityKey, Affinity](o.PwAffinity, bpf.DpMapPwAffinity),
+		AffinityIn:    Wrap[AffinityKey, Affinity](o.PwAffinityIn, bpf.DpMapPwAffinityIn),
 		SrcRanges:     Wrap[SrcRangeKey, uint32](o.PwSrcRanges, bpf.DpMapPwSrcRanges),
 		DevAddrs:      Wrap[uint32, DevAddrs](o.PwDevAddrs, bpf.DpMapPwDevAddrs),
 		SockRev:       Wrap[uint64, SockAsked](o.PwSockRev, bpf.DpMapPwSockRev),
@@ -89,6 +91,7 @@ func OpenPinned(dir string, readOnly bool) (Set, error) {
 		{bpf.DpMapPwBackendSt, &o.PwBackendSt},
 		{bpf.DpMapPwMaglev, &o.PwMaglev},
 		{bpf.DpMapPwAffinity, &o.PwAffinity},
+		{bpf.DpMapPwAffinityIn, &o.PwAffinityIn},
 		{bpf.DpMapPwSrcRanges, &o.PwSrcRanges},
 		{bpf.DpMapPwDevAddrs, &o.PwDevAddrs},
 		{bpf.DpMapPwSockRev, &o.PwSockRev},
@@ -117,6 +120,6 @@ func (s Set) Close() error {
 	return errors.Join(s.Flows.Close(), s.FlowsNew.Close(), s.Gens.Close(), s.Services.Close(),
 		s.Backends.Close(), s.Endpoints.Close(), s.Addrs.Close(), s.Prefixes.Close(), s.Nodes.Close(),
 		s.NodeIDs.Close(), s.Policy.Close(), s.PortClass.Close(),
-		s.BackendStates.Close(), s.Maglev.Close(), s.Affinity.Close(), s.SrcRanges.Close(),
+		s.BackendStates.Close(), s.Maglev.Close(), s.Affinity.Close(), s.AffinityIn.Close(), s.SrcRanges.Close(),
 		s.DevAddrs.Close(), s.SockRev.Close(), s.Churn.Close(), s.Metrics.Close())
 }

@@ -423,6 +423,13 @@ func TestWatch(t *testing.T) {
 			t.Fatal(err)
 		}
 	})
+	expect("a rule", func() {
+		rule := netlink.NewRule()
+		rule.Family, rule.Table, rule.Priority = unix.AF_INET, 100, 1000
+		if err := m.nl.RuleAdd(rule); err != nil {
+			t.Fatal(err)
+		}
+	})
 	expect("a sysctl", func() {
 		old, err := m.readSysctl("net/ipv4/ip_forward")
 		if err != nil {

@@ -11,12 +11,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// watchGroups are the kinds of events that matter: devices, addresses and
-// routes of both families, and changes of forwarding and rp_filter.
+// watchGroups are the kinds of events that matter: devices, addresses, routes
+// and the rules that lead to them, of both families, and changes of forwarding and rp_filter.
 var watchGroups = [...]uint{
 	unix.RTNLGRP_LINK,
 	unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR,
 	unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE,
+	unix.RTNLGRP_IPV4_RULE, unix.RTNLGRP_IPV6_RULE, unix.RTNLGRP_NEXTHOP,
 	unix.RTNLGRP_IPV4_NETCONF, unix.RTNLGRP_IPV6_NETCONF,
 }
 
@@ -94,7 +95,7 @@ func (m *Manager) follow(ctx context.Context, sock *nl.NetlinkSocket, signal fun
 }
 
 // relevant leaves out what changes all the time and is no concern of ours:
-// routes in the kernel's caches and tables other than main and local.
+// routes in the kernel's caches and the local table, which follows addresses.
 func relevant(kind uint16, data []byte) bool {
 	if kind != unix.RTM_NEWROUTE && kind != unix.RTM_DELROUTE {
 		return true

@@ -269,7 +269,7 @@ func (m *model) aim(f *mflow) (why reason, rule uint32) {
 // it is gone, or its client, on UDP, needs another backend. The answers of the
 // one that is gone still pass.
 func (m *model) rejudge(f *mflow, dir int, o outcome) bool {
-	if !f.have[orig] || !f.have[reply] || m.mayUse(f.from, f.key, f.service != 0) != 0 {
+	if !f.have[orig] || !f.have[reply] || m.mayUse(f.from, f.key, f.service != 0 || f.to == hostPlace()) != 0 {
 		return false
 	}
 	src, dst := f.src, f.dst
@@ -331,8 +331,9 @@ func (m *model) step(p packet, ch choice) outcome {
 	return m.first(p, ch, o)
 }
 
-// enters: of what is for no pod, calls of services, and the answers to and
-// errors about what left translated are followed.
+// enters: of what is for no pod, calls of services, calls of the host that must
+// be told from these, and the answers to and errors about what left translated
+// are followed.
 func (m *model) enters(p packet) (follows, service bool) {
 	if p.quote != nil {
 		f, _ := m.find(p.about())
@@ -340,11 +341,21 @@ func (m *model) enters(p packet) (follows, service bool) {
 		return follows, follows
 	}
 	if f, dir := m.find(p.key); f != nil && f.xlate {
-		return true, f.service != 0 && dir == orig
+		return true, dir == orig
 	}
 	_, called := m.frontend(p.key, true)
 	_, owned := m.services[pwmaps.ServiceKey{Addr: p.key.Dst}]
-	return called || owned, called || owned
+	called = called || owned || m.answersTaken(p)
+	return called, called
+}
+
+// answersTaken: a flow that starts outside and ends at the host has the tuple
+// of what the host would answer.
+func (m *model) answersTaken(p packet) bool {
+	back := flowKey{Src: p.key.Dst, Dst: p.key.Src, Sport: p.key.Dport, Dport: p.key.Sport, Proto: p.key.Proto}
+	f, dir := m.find(back)
+	return f != nil && dir == reply && (f.xlate || f.key.Via != 0) && f.to == hostPlace() &&
+		(p.key.Proto != pwmaps.ProtoTCP || isSYN(p))
 }
 
 // first is a packet of no known flow.

@@ -115,6 +115,7 @@ func conversations(f family) []conversation {
 		{world, ap(f.lb, svcPort), tcp, 0},
 		{world, ap(f.lb, svcPort), udp, 0},
 		{ap(f.nodeB, 40000), ap(f.nodeA, nodePort), tcp, 0},
+		{ap(f.world, 40001), ap(f.nodeA, podPort), tcp, 0},
 		{ap(f.world, 40001), ap(f.lb, svcPort+1), tcp, 0},
 		{world, ap(f.vip, svcPort), tcp, 0},
 		{world, ap(f.vip, svcPort+1), tcp, 0},

@@ -1,6 +1,7 @@
 package packet
 
 import (
+	"encoding/binary"
 	"net/netip"
 	"testing"
 
@@ -236,4 +237,54 @@ func (w *world) udpSumBecomesZero(src, vip, real netip.AddrPort) {
 	if d.upper[6] != 0xff || d.upper[7] != 0xff {
 		w.t.Fatalf("checksum %x, want ffff", d.upper[6:8])
 	}
+}
+
+// However many clients outside come to a service: who is here keeps its
+// backend.
+func TestAffinityOfOwnClientsIsKept(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		const id, set = 40, setFree
+		backends := make([]netip.AddrPort, 16)
+		for i := range backends {
+			backends[i] = ap(w.f.remote, uint16(9000+i))
+		}
+		w.backends(set, backends...)
+		n := uint32(len(backends))
+		w.service(w.f.lb, 443, maps.ProtoTCP, maps.Service{Id: id, Set: set, Count: n, ExtSet: set, ExtCount: n, Affinity: 600, Flags: maps.ServiceExternal})
+		backend := func(r *result) uint16 {
+			t.Helper()
+			d, _ := decode(r.out)
+			_, port := d.ports()
+			return port
+		}
+		call := func(port uint16) uint16 {
+			t.Helper()
+			return backend(w.pod(devClient, tcp(ap(w.f.client, port), ap(w.f.lb, 443), syn)).is(fwdTunnel, miss, created))
+		}
+		was := call(40000)
+		w.wire(tcp(ap(w.f.world, 40000), ap(w.f.lb, 443), syn)).is(fwdTunnel, miss, created)
+		inside, outside := maps.AffinityKey{Client: maps.ToAddr(w.f.client), Service: id}, maps.AffinityKey{Client: maps.ToAddr(w.f.world), Service: id}
+		for k, m := range map[maps.AffinityKey]maps.Map[maps.AffinityKey, maps.Affinity]{inside: w.set.AffinityIn, outside: w.set.Affinity} {
+			if all, err := m.Dump(); err != nil || len(all) != 1 {
+				t.Fatalf("%v: %v, %v", maps.FromAddr(k.Client), all, err)
+			}
+			if _, ok, err := m.Get(k); err != nil || !ok {
+				t.Fatalf("%v is not there: %v", maps.FromAddr(k.Client), err)
+			}
+		}
+		// As many as the map holds, and more.
+		a := w.f.world.As16()
+		for i := range w.set.Affinity.MaxEntries() + 1000 {
+			binary.BigEndian.PutUint32(a[12:], uint32(0x0c000000+i))
+			put(w, w.set.Affinity, maps.AffinityKey{Client: maps.Addr{B: a}, Service: id}, maps.Affinity{Addr: maps.ToAddr(w.f.remote), Port: 9000})
+		}
+		if _, ok, err := w.set.Affinity.Get(outside); err != nil || ok {
+			t.Fatalf("the first client outside is still there: %v", err)
+		}
+		for port := uint16(40001); port < 40010; port++ {
+			if now := call(port); now != was {
+				t.Fatalf("backend %d, it was %d before", now, was)
+			}
+		}
+	})
 }

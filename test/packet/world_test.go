@@ -168,6 +168,7 @@ func (w *world) fill() {
 	clear(w, s.BackendStates)
 	clear(w, s.Maglev)
 	clear(w, s.Affinity)
+	clear(w, s.AffinityIn)
 	clear(w, s.SrcRanges)
 	clear(w, s.DevAddrs)
 	for slot := uint32(slotConst + 1); slot < slotMax; slot++ {

@@ -18,12 +18,14 @@ import (
 type service struct {
 	name string
 	// ends are its endpoints: somebody's name, with "!" and the conditions
-	// terminating, stopped (terminating and not serving) or unready.
+	// terminating, stopped (terminating and not serving) or unready, "@" and
+	// the zone that it is a hint for, "%" and the node.
 	ends   string
 	local  string // words internal and external: those traffic policies are Local
 	change func(w *world, s *corev1.Service)
-	n      int   // number outside of the table
-	target int32 // port of the endpoints, default that of the servers
+	n      int               // number outside of the table
+	target int32             // port of the endpoints, default that of the servers
+	protos []corev1.Protocol // default TCP and UDP
 }
 
 // number is a service's place in the table: its addresses and NodePort.
@@ -77,7 +79,11 @@ func (s service) objects(w *world, change func(*corev1.Service)) []cluster.Objec
 	if s.target != 0 {
 		target = s.target
 	}
-	for _, proto := range []corev1.Protocol{corev1.ProtocolTCP, corev1.ProtocolUDP} {
+	protos := s.protos
+	if protos == nil {
+		protos = []corev1.Protocol{corev1.ProtocolTCP, corev1.ProtocolUDP}
+	}
+	for _, proto := range protos {
 		name := strings.ToLower(string(proto))
 		svc.Spec.Ports = append(svc.Spec.Ports, corev1.ServicePort{Name: name, Protocol: proto, Port: 80, NodePort: s.nodePort()})
 		ports = append(ports, discoveryv1.EndpointPort{Name: &name, Protocol: &proto, Port: &target})
@@ -119,8 +125,19 @@ func (s service) slices(w *world, ports []discoveryv1.EndpointPort) []cluster.Ob
 
 func endpoint(w *world, end string, v6 bool) discoveryv1.Endpoint {
 	yes, no := true, false
+	end, hintNode, _ := strings.Cut(end, "%")
+	end, hintZone, _ := strings.Cut(end, "@")
 	name, condition, _ := strings.Cut(end, "!")
 	e := discoveryv1.Endpoint{Addresses: []string{w.addr(name, v6).String()}}
+	if hintNode+hintZone != "" {
+		e.Hints = &discoveryv1.EndpointHints{}
+	}
+	if hintNode != "" {
+		e.Hints.ForNodes = []discoveryv1.ForNode{{Name: hintNode}}
+	}
+	if hintZone != "" {
+		e.Hints.ForZones = []discoveryv1.ForZone{{Name: hintZone}}
+	}
 	switch condition {
 	case "":
 		e.Conditions = discoveryv1.EndpointConditions{Ready: &yes}

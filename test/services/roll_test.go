@@ -14,8 +14,25 @@ import (
 // Backends are replaced one by one, as a Deployment does it, while clients
 // open a connection every millisecond: not one of them fails.
 func TestRollingBackends(t *testing.T) {
-	w := shared(t)
-	const port = 8092
+	for i, c := range []struct{ name, clients string }{
+		{"cluster IP", "pod-a:cluster node-a:cluster"},
+		{"NodePort from outside", "out:node@node-a out-b:node@node-b"},
+		{"load balancer from outside", "out:lb out-b:lb"},
+		{"host process", "node-a:node@node-b node-b:lb"},
+		{"pod by NodePort", "pod-a:node@node-b pod-b:node@node-a"},
+	} {
+		for _, v6 := range []bool{false, true} {
+			t.Run(c.name+" "+family(v6, "IPv4", "IPv6"), func(t *testing.T) {
+				shared(t).roll(8092+i, v6, strings.Fields(c.clients))
+			})
+		}
+	}
+}
+
+// roll replaces every backend of a service while each of the clients, FROM:AT,
+// calls it.
+func (w *world) roll(port int, v6 bool, callers []string) {
+	w.Helper()
 	pods := []string{"back-a", "back-b", "pod-a", "pod-b"}
 	servers := map[string]*cluster.Process{}
 	start := func(name string) {
@@ -25,20 +42,19 @@ func TestRollingBackends(t *testing.T) {
 	}
 	start(pods[0])
 	start(pods[1])
-	s := service{name: "rolling", n: 220, ends: pods[0] + " " + pods[1], target: port}
+	s := service{name: "rolling", n: 220, ends: pods[0] + " " + pods[1], target: int32(port)}
 	w.put(s)
 	type client struct {
 		*cluster.Process
 		what string
 	}
 	var clients []client
-	for i, c := range []struct{ from, at string }{
-		{"pod-a", "cluster"}, {"node-a", "cluster"}, {"out", "lb"}, {"out", "node@node-b"}, {"node-b", "lb"}, {"pod-b", "node@node-a"},
-	} {
-		target := s.frontend(w, c.at, i%2 == 1).String()
-		p, err := w.callers[c.from].ns.Start(w.ctx, "pw-client", "send", "-every", fmt.Sprintf("%dms", 1+5*min(i, 1)), "-count", "1000000", "-timeout", "20s", target)
+	for _, c := range callers {
+		from, at, _ := strings.Cut(c, ":")
+		target := s.frontend(w, at, v6).String()
+		p, err := w.callers[from].ns.Start(w.ctx, "pw-client", "send", "-every", "1ms", "-count", "1000000", "-timeout", "20s", target)
 		w.must(err)
-		clients = append(clients, client{p, c.from + " by " + c.at + " " + target})
+		clients = append(clients, client{p, from + " by " + at + " " + target})
 	}
 	for i := range pods {
 		leaving, staying, coming := pods[i], pods[(i+1)%4], pods[(i+2)%4]
@@ -62,6 +78,9 @@ func TestRollingBackends(t *testing.T) {
 		if sum.OK != sum.Attempts || len(sum.Servers) != len(pods) {
 			w.Errorf("%s: %d of %d failed: %v, first %+v", c.what, sum.Attempts-sum.OK, sum.Attempts, sum.Failed, sum.Failure)
 		}
+	}
+	for _, p := range servers {
+		w.must(p.Kill(w.ctx))
 	}
 }
 

@@ -2,7 +2,6 @@ package services
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -170,6 +169,10 @@ func (p probed) call() probe.Call {
 
 // answered checks a row that somebody answers.
 func (w *world) answered(p probed) error {
+	before, err := w.read()
+	if err != nil {
+		return err
+	}
 	r, err := w.callers[p.from].call(w.ctx, p.call())
 	if err != nil {
 		return err
@@ -177,7 +180,7 @@ func (w *world) answered(p probed) error {
 	servers := map[string]bool{}
 	for i, a := range r.Attempts {
 		if !a.OK {
-			return fmt.Errorf("call %d: %s, %s", i, a.Kind, a.Error)
+			return fmt.Errorf("call %d: %s, %s\n%s", i, a.Kind, a.Error, w.traces(a.Local, before))
 		}
 		server := a.Reply.Server
 		servers[server] = true
@@ -324,37 +327,38 @@ func (c counters) String() string {
 	return "\n\t" + strings.Join(lines, "\n\t")
 }
 
-// describe repeats a failed row alone and tells what the nodes did.
-func (w *world) describe(p probed, check func(probed) error) string {
-	before, err := w.read()
-	if err != nil {
-		return err.Error()
-	}
-	again := check(p)
+// traces are what the nodes have counted since, and every flow of a client's
+// port: the call's own, and whose it was before.
+func (w *world) traces(client string, before counters) string {
 	now, err := w.read()
 	if err != nil {
 		return err.Error()
 	}
-	out := fmt.Sprintf("once more, alone: %v\ncounted:%v\nflows:", again, now.since(before))
+	out := fmt.Sprintf("from %s; counted since:%v\nflows of that port:", client, now.since(before))
+	local, err := netip.ParseAddrPort(client)
+	if err != nil {
+		return out + err.Error()
+	}
 	for _, n := range w.Nodes {
 		set := w.sets[n.NodeName]
-		for _, table := range []maps.Map[maps.FlowKey, maps.Flow]{set.Flows, set.FlowsNew} {
+		for name, table := range map[string]maps.Map[maps.FlowKey, maps.Flow]{"confirmed": set.Flows, "new": set.FlowsNew} {
 			flows, err := table.Dump()
 			if err != nil {
 				return out + err.Error()
 			}
-			shown := 0
 			for k, f := range flows {
-				dst := netip.AddrPortFrom(maps.FromAddr(k.Dst), k.Dport)
-				if caller := w.addr(p.from, p.v6); dst != p.target || maps.FromAddr(k.Src) != caller || shown == 3 {
-					continue
+				if port := local.Port(); k.Sport == port || k.Dport == port || f.Sport == port || f.Dport == port {
+					out += fmt.Sprintf("\n\t%s, %s: %s: %+v", n.NodeName, name, maps.KeyString(k), f)
 				}
-				shown++
-				out += fmt.Sprintf("\n\t%s: %s: %+v", n.NodeName, maps.KeyString(k), f)
 			}
 		}
 	}
 	return out
+}
+
+// describe repeats a failed row alone.
+func (w *world) describe(p probed, check func(probed) error) string {
+	return fmt.Sprintf("once more, alone: %v", check(p))
 }
 
 // TestServices is the table.
@@ -394,25 +398,7 @@ func (w *world) runTable(rows []row) {
 	}
 	wg.Wait()
 	answered := time.Since(start)
-	// A busy machine may lose a datagram of so many at once, and UDP does not
-	// repeat it: the call is made again, alone. More than a few are a fault.
 	for i, p := range list {
-		if again := 0; p.by != "" && errs[i] != nil && strings.HasPrefix(p.proto, "udp") && strings.Contains(errs[i].Error(), "timeout") {
-			for _, earlier := range errs[:i] {
-				if errors.Is(earlier, errOnce) {
-					again++
-				}
-			}
-			if err := w.answered(p); err == nil && again < 3 {
-				w.Logf("%v: answered when called again: %v", p, errs[i])
-				errs[i] = errOnce
-			}
-		}
-	}
-	for i, p := range list {
-		if errors.Is(errs[i], errOnce) {
-			errs[i] = nil
-		}
 		if p.by == "" {
 			errs[i] = w.ended(p)
 		}
@@ -437,9 +423,6 @@ func (w *world) runTable(rows []row) {
 		})
 	}
 }
-
-// errOnce marks a call that was answered at the second try.
-var errOnce = errors.New("answered at the second try")
 
 // claim gives the load balancer's address of a service to a server outside.
 func (w *world) claim(name string) {
