@@ -11,12 +11,13 @@
 
 /*
  * Whose working space: hooks of one CPU do not interleave, but before 6.11
- * one may interrupt a sweep, which is run from a process.
+ * one may interrupt what is run from a process, such as a sweep.
  */
 enum pw_scratch_of {
 	PW_SCRATCH_PACKET = 0,
 	PW_SCRATCH_SWEEP = 1,
-	PW_SCRATCHES = 2,
+	PW_SCRATCH_ASK = 2,
+	PW_SCRATCHES = 3,
 };
 
 /* What an ICMP error quotes at most: all that IPv6's smallest MTU leaves. */

@@ -481,4 +481,34 @@ struct pw_policy_entry {
 };
 PW_ASSERT_SIZE(struct pw_policy_entry, 8);
 
+/* ---- questions ------------------------------------------------------ */
+
+/* What one end's policies say of the other end. */
+struct pw_ask_half {
+	__u32 table; /* 0 = not isolated */
+	__u32 identity; /* of the other end */
+	__u32 rule; /* 0 = none says anything */
+	__u8 verdict; /* enum pw_verdict; NONE = not asked on this node */
+	__u8 pad[3];
+};
+PW_ASSERT_SIZE(struct pw_ask_half, 16);
+
+/* A question to the program ask, and in the same place its answer. */
+struct pw_ask {
+	struct pw_flow_key key; /* in: a first packet as it would arrive; via 0 */
+	__u32 slot;             /* in: of a service's backends the one to ask about */
+	__u32 device;           /* out: to be run on, which routes are looked up from */
+	struct pw_place from;   /* where the source lives, so packets must come from there */
+	struct pw_place to;
+	struct pw_addr dst; /* after translation */
+	__u16 dport;
+	__u16 pad;
+	__u32 reason; /* enum pw_reason of the drop, 0 = allowed */
+	__u32 service;
+	__u32 backends; /* of the service, for this caller; slot counts them */
+	struct pw_ask_half egress; /* of the source */
+	struct pw_ask_half ingress; /* of the destination */
+};
+PW_ASSERT_SIZE(struct pw_ask, 128);
+
 #endif

@@ -74,7 +74,7 @@ func Load(ctx context.Context, cfg Config) (*Datapath, error) {
 			return nil, err
 		}
 	}
-	for _, dir := range []string{mapsDir(cfg.BPFFS), linksDir(cfg.BPFFS)} {
+	for _, dir := range []string{mapsDir(cfg.BPFFS), linksDir(cfg.BPFFS), programsDir(cfg.BPFFS)} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			return nil, fmt.Errorf("create pin folder %s: %w", dir, err)
 		}
@@ -102,7 +102,7 @@ func Load(ctx context.Context, cfg Config) (*Datapath, error) {
 	if err := d.pinCalls(d.objs.PwCalls); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
-	if err := d.adoptLinks(ctx); err != nil {
+	if err := errors.Join(d.pinPrograms(), d.adoptLinks(ctx)); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
 	return d, nil
@@ -209,7 +209,24 @@ func (d *Datapath) SetOverlay(ctx context.Context, ifindex int) error {
 			errs = append(errs, fmt.Errorf("replace program %s of cgroup %s: %w", h.program, d.cgroup, err))
 		}
 	}
-	return errors.Join(append(errs, old.Close())...)
+	return errors.Join(append(errs, d.pinPrograms(), old.Close())...)
+}
+
+// pinPrograms pins what is run by others than the agent, in place of what an
+// earlier load has pinned.
+func (d *Datapath) pinPrograms() error {
+	path := filepath.Join(programsDir(d.cfg.BPFFS), maps.AskProgram)
+	next := path + "_new" // no dots on a bpffs
+	if err := os.Remove(next); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("remove what an earlier load left: %w", err)
+	}
+	if err := d.objs.Ask.Pin(next); err != nil {
+		return fmt.Errorf("pin program %s: %w", path, err)
+	}
+	if err := os.Rename(next, path); err != nil {
+		return fmt.Errorf("replace pinned program: %w", err)
+	}
+	return nil
 }
 
 // Close closes the handles. Pinned programs and maps stay: traffic goes on.
@@ -295,7 +312,7 @@ func Cleanup(bpffs string) error {
 	if _, err := os.Stat(bpffs); errors.Is(err, os.ErrNotExist) {
 		return removeFilters()
 	}
-	for _, dir := range []string{linksDir(bpffs), callsDir(bpffs), mapsDir(bpffs)} {
+	for _, dir := range []string{linksDir(bpffs), programsDir(bpffs), callsDir(bpffs), mapsDir(bpffs)} {
 		entries, err := os.ReadDir(dir)
 		if err != nil && !errors.Is(err, os.ErrNotExist) {
 			errs = append(errs, fmt.Errorf("list %s: %w", dir, err))
@@ -331,8 +348,9 @@ func detachPinned(path string) error {
 	return nil
 }
 
-func mapsDir(bpffs string) string  { return filepath.Join(bpffs, "maps") }
-func linksDir(bpffs string) string { return filepath.Join(bpffs, "links") }
+func mapsDir(bpffs string) string     { return filepath.Join(bpffs, "maps") }
+func linksDir(bpffs string) string    { return filepath.Join(bpffs, "links") }
+func programsDir(bpffs string) string { return filepath.Join(bpffs, "programs") }
 
 // Prepare makes the pin folder, or says why nothing can be pinned there.
 func Prepare(bpffs string) error {

@@ -11,6 +11,8 @@ import (
 // Keys and values; see bpf/types.h for the meaning of every field.
 type (
 	Addr            = bpf.DpPwAddr
+	Ask             = bpf.DpPwAsk
+	AskHalf         = bpf.DpPwAskHalf
 	Backend         = bpf.DpPwBackend
 	BackendKey      = bpf.DpPwBackendKey
 	ChurnCount      = bpf.DpPwChurnCount
@@ -68,6 +70,15 @@ const (
 
 	VerdictAllow = uint8(bpf.DpPwVerdictPW_VERDICT_ALLOW)
 	VerdictDeny  = uint8(bpf.DpPwVerdictPW_VERDICT_DENY)
+)
+
+// Kinds of a [Place] (enum pw_place_kind).
+const (
+	PlaceNone = uint8(bpf.DpPwPlaceKindPW_PLACE_NONE)
+	PlacePod  = uint8(bpf.DpPwPlaceKindPW_PLACE_POD)
+	PlaceNode = uint8(bpf.DpPwPlaceKindPW_PLACE_NODE)
+	PlaceWire = uint8(bpf.DpPwPlaceKindPW_PLACE_WIRE)
+	PlaceHost = uint8(bpf.DpPwPlaceKindPW_PLACE_HOST)
 )
 
 // Flags of a [Node] (enum pw_node_flags).
