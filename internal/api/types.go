@@ -11,6 +11,7 @@ const (
 	PathServices  = "/v1/services"
 	PathEndpoints = "/v1/endpoints"
 	PathPolicy    = "/v1/policy"
+	PathPods      = "/v1/pods"
 )
 
 // Error is the body of an answer that is no success.
@@ -177,6 +178,23 @@ type Rule struct {
 	// Index counts the rules of the direction from 0; -1 stands for no rule
 	// of a policy (a node reaching its own pods).
 	Index int `json:"index"`
+	// Text is the rule as people write it: "default/web ingress[0]".
+	Text string `json:"text,omitempty"`
+}
+
+// Pods are pods of any node.
+type Pods struct {
+	Pods []Pod `json:"pods"`
+}
+
+// Pod is where a pod is.
+type Pod struct {
+	Namespace string       `json:"namespace"`
+	Name      string       `json:"name"`
+	Node      string       `json:"node"`
+	Addrs     []netip.Addr `json:"addrs"`
+	// HostNetwork: the addresses are its node's.
+	HostNetwork bool `json:"hostNetwork,omitempty"`
 }
 
 // PolicyEndpoint is what policy makes of a pod of this node.
@@ -189,8 +207,11 @@ type PolicyEndpoint struct {
 	// Ingress and Egress are table ids; 0 = not isolated.
 	Ingress uint32 `json:"ingress"`
 	Egress  uint32 `json:"egress"`
-	// Policies that select the pod, as namespace/name.
-	Policies []string `json:"policies"`
+	// Policies that select the pod, as namespace/name, and those of them
+	// that isolate it in one direction.
+	Policies        []string `json:"policies"`
+	IngressPolicies []string `json:"ingressPolicies,omitempty"`
+	EgressPolicies  []string `json:"egressPolicies,omitempty"`
 }
 
 // Identity is a class of peers that no policy tells apart.
