@@ -31,5 +31,6 @@ const volatile enum pw_node_flags pw_btf_node = PW_NODE_DIRECT;
 const volatile enum pw_policy_kind pw_btf_policy = PW_POL_PORT;
 const volatile enum pw_churn_row pw_btf_churn = PW_CHURN_COUNTED;
 const volatile enum pw_backend_state pw_btf_backend = PW_BE_IN;
-/* So does a struct that stands in no map. */
+/* So does a struct that is no map's key or value. */
+const struct pw_event *const volatile pw_btf_event = NULL;
 const struct pw_ask *const volatile pw_btf_ask = NULL;

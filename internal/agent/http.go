@@ -69,6 +69,7 @@ func (a *Agent) socketHandler(public *http.ServeMux, cni http.Handler, info func
 	})
 	mux.HandleFunc("GET "+api.PathServices, answer(func(ctx context.Context) (any, error) { return a.Services(ctx) }))
 	mux.HandleFunc("GET "+api.PathPolicy, answer(func(ctx context.Context) (any, error) { return a.Policy(ctx) }))
+	mux.Handle("GET "+api.PathEvents, a.events)
 	mux.HandleFunc("GET "+api.PathEndpoints, answer(func(context.Context) (any, error) { return a.EndpointList(), nil }))
 	return mux
 }

@@ -12,6 +12,7 @@ const (
 	PathEndpoints = "/v1/endpoints"
 	PathPolicy    = "/v1/policy"
 	PathPods      = "/v1/pods"
+	PathEvents    = "/v1/events"
 )
 
 // Error is the body of an answer that is no success.
@@ -195,6 +196,58 @@ type Pod struct {
 	Addrs     []netip.Addr `json:"addrs"`
 	// HostNetwork: the addresses are its node's.
 	HostNetwork bool `json:"hostNetwork,omitempty"`
+}
+
+// Event is a packet that was dropped: the first of its flow, or one of a flow
+// that was let through before.
+type Event struct {
+	Time time.Time `json:"time"`
+	// Reason of the drop, as metrics call it: "drop_policy_ingress".
+	Reason string `json:"reason"`
+	// Hook is the program that dropped it.
+	Hook     string `json:"hook"`
+	Protocol string `json:"protocol"`
+	// Source and Destination as the packet arrived.
+	Source      EventEnd `json:"source"`
+	Destination EventEnd `json:"destination"`
+	// From is the kind of place that the packet came from: pod, node, wire
+	// or host; Sender is the pod, whatever address it used.
+	From   string `json:"from"`
+	Sender string `json:"sender,omitempty"`
+	// Denied is set when policy denied it.
+	Denied *Denial `json:"denied,omitempty"`
+	// RuleID and Rule deny; without them no rule allows, and Policies are
+	// what isolates the pod. Table is the pod's.
+	Table    uint32   `json:"table,omitempty"`
+	RuleID   uint32   `json:"ruleID,omitempty"`
+	Rule     string   `json:"rule,omitempty"`
+	Policies []string `json:"policies,omitempty"`
+	// Text says why in words.
+	Text string `json:"text,omitempty"`
+	// Missed is how many events this listener had no room for before.
+	Missed uint64 `json:"missed,omitempty"`
+}
+
+// EventEnd is one end of a packet.
+type EventEnd struct {
+	// Pod that has the address, as namespace/name.
+	Pod  string     `json:"pod,omitempty"`
+	Addr netip.Addr `json:"addr"`
+	Port uint16     `json:"port,omitempty"`
+}
+
+// Denial is what policy was asked.
+type Denial struct {
+	// Direction is that of the policy: "ingress" or "egress".
+	Direction string `json:"direction"`
+	// Pod is the isolated one.
+	Pod string `json:"pod,omitempty"`
+	// PeerIdentity is the one that its table knows the other end by.
+	PeerIdentity uint32 `json:"peerIdentity"`
+	// Source and Destination in the flow's original direction, after
+	// translation: a service's backend, and its port.
+	Source      EventEnd `json:"source"`
+	Destination EventEnd `json:"destination"`
 }
 
 // PolicyEndpoint is what policy makes of a pod of this node.

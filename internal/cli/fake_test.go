@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"time"
 
 	"github.com/podweir/podweir/internal/api"
 	"github.com/podweir/podweir/internal/maps"
@@ -109,6 +110,20 @@ func (f fakeAgent) Get(_ context.Context, path string, into any) error {
 		return err
 	}
 	return json.Unmarshal(b, into)
+}
+
+// Stream answers with the lines of the body, a list.
+func (f fakeAgent) Stream(ctx context.Context, path string, each func(json.RawMessage) error) error {
+	var lines []json.RawMessage
+	if err := f.Get(ctx, path, &lines); err != nil {
+		return err
+	}
+	for _, line := range lines {
+		if err := each(line); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // pair adds both directions of a flow to m: the original as given, the reply
@@ -270,6 +285,34 @@ func planMaps() *fakeMaps {
 	return f
 }
 
+// planEvents is what the agent of node a tells a listener.
+func planEvents() []api.Event {
+	at := time.Date(2026, 3, 1, 12, 0, 0, 250e6, time.UTC)
+	end := func(pod, addr string, port uint16) api.EventEnd {
+		return api.EventEnd{Pod: pod, Addr: netip.MustParseAddr(addr), Port: port}
+	}
+	client, local := end("default/client", "10.244.80.65", 40000), end("default/local", "10.244.80.66", 8081)
+	denied := api.Event{
+		Time: at, Reason: "drop_policy_ingress", Hook: "from_pod", Protocol: "tcp", Source: client, Destination: local,
+		From: "pod", Sender: "default/client", Table: 5, Policies: []string{"default/allow-web"}, Text: "isolated by default/allow-web, no rule allows",
+		Denied: &api.Denial{Direction: "ingress", Pod: "default/local", PeerIdentity: 256, Source: end("default/client", "10.244.80.65", 0), Destination: local},
+	}
+	called := denied
+	called.Destination, called.Missed = end("", "10.98.235.247", 80), 3
+	called.RuleID, called.Rule, called.Policies, called.Text = 77, "default/deny ingress[0]", nil, "denied by default/deny ingress[0]"
+	answer := denied
+	answer.Source, answer.Destination, answer.Sender = local, client, "default/local"
+	spoof := api.Event{
+		Time: at.Add(time.Second), Reason: "drop_spoofed_source", Hook: "from_pod", Protocol: "udp",
+		Source: end("", "192.0.2.1", 53), Destination: local, From: "pod", Sender: "default/client",
+	}
+	ping := api.Event{
+		Time: at.Add(2 * time.Second), Reason: "drop_no_endpoint", Hook: "from_overlay", Protocol: "icmpv6",
+		Source: end("default/web-1", "fd00:10:244:9e::65", 7), Destination: end("", "fd00:10:244:50::99", 0), From: "node",
+	}
+	return []api.Event{denied, called, answer, spoof, ping}
+}
+
 // planAsks is what the datapath of planMaps answers.
 func planAsks() map[question]maps.Ask {
 	client, local := maps.Place{Kind: placePod, Id: 7}, maps.Place{Kind: placePod, Id: 9}
@@ -343,6 +386,7 @@ func planAgent() fakeAgent {
 		api.PathPods + "?name=default%2Fweb-1": pods, api.PathPods + "?addr=10.244.158.65": pods,
 		api.PathPods + "?name=default%2Fnobody": api.Pods{}, api.PathPods + "?addr=192.0.2.9": api.Pods{},
 		api.PathPods + "?name=default%2Fpending": api.Pods{Pods: []api.Pod{{Namespace: "default", Name: "pending", Node: "b"}}},
+		api.PathEvents:                           planEvents(),
 		api.PathPolicy: api.Policy{
 			Rules: map[uint32]api.Rule{
 				1: {Direction: "ingress", Index: -1},

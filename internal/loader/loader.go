@@ -34,6 +34,8 @@ type Config struct {
 	NodePortMax    uint16
 	NoMasquerade   bool   // pods' packets leave under the pods' own addresses
 	SNAT           bool   // what enters by a service goes on under this node's address
+	EventsPerSec   uint32 // events about drops, per CPU, default 100
+	NoEvents       bool   // none at all
 	NetnsCookie    uint64 // whose sockets are translated; default: this thread's namespace's
 	FlowsMax       uint32 // entries of pw_flows, two a flow
 	FlowsNewMax    uint32 // entries of pw_flows_new
@@ -126,6 +128,8 @@ func Spec(cfg Config) (*ebpf.CollectionSpec, error) {
 	set("cfg_vni", cfg.VNI != 0, cfg.VNI)
 	set("cfg_mark", cfg.Mark != 0, cfg.Mark)
 	set("cfg_netns_cookie", cfg.NetnsCookie != 0, cfg.NetnsCookie)
+	set("cfg_events_per_sec", cfg.EventsPerSec != 0, cfg.EventsPerSec)
+	set("cfg_events_per_sec", cfg.NoEvents, uint32(0))
 	set("cfg_masquerade", cfg.NoMasquerade, uint8(0))
 	set("cfg_snat", cfg.SNAT, uint8(1))
 	if cfg.NodePortMin != 0 {

@@ -20,6 +20,7 @@ type (
 	Endpoint        = bpf.DpPwEndpoint
 	Flow            = bpf.DpPwFlow
 	FlowKey         = bpf.DpPwFlowKey
+	Event           = bpf.DpPwEvent
 	GenRef          = bpf.DpPwGenRef
 	Node            = bpf.DpPwNode
 	Peer            = bpf.DpPwPeer
@@ -39,6 +40,12 @@ type (
 	SockAsked       = bpf.DpPwSockAsked
 	Reason          = bpf.DpPwReason
 	Hook            = bpf.DpPwHook
+)
+
+// Reasons of denials by policy.
+const (
+	ReasonPolicyEgress  = Reason(bpf.DpPwReasonPW_DROP_POLICY_EGRESS)
+	ReasonPolicyIngress = Reason(bpf.DpPwReasonPW_DROP_POLICY_INGRESS)
 )
 
 // Identities that always exist (enum pw_identity).

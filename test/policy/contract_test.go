@@ -20,6 +20,7 @@ func TestPolicy(t *testing.T) {
 	w.run("P9 new pods", (*world).newPods)
 	w.run("P10 reuse", (*world).reuse)
 	w.run("answers to questions", (*world).asks)
+	w.run("denials are told of", (*world).tells)
 	w.run("P11 changes", (*world).changes)
 	w.run("P11 unrelated changes", (*world).unrelated)
 	w.run("P16 selectors", (*world).selectors)
