@@ -3,11 +3,13 @@ package packet
 import (
 	"math/rand/v2"
 	"net/netip"
+	"slices"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/podweir/podweir/internal/bpf"
 	"github.com/podweir/podweir/internal/maps"
 )
 
@@ -143,6 +145,7 @@ func TestAskAgreesWithPackets(t *testing.T) {
 			clear(w, w.set.FlowsNew)
 			clear(w, w.set.Affinity)
 			before := w.counters()
+			c := w.readCluster()
 			var frames []frame
 			var answers [][]maps.Ask
 			for port := range uint16(100) {
@@ -155,6 +158,7 @@ func TestAskAgreesWithPackets(t *testing.T) {
 					fr = echo(fr.src.Addr(), fr.dst.Addr(), fr.src.Port())
 				}
 				all := w.askAll(fr)
+				w.sameBackends(c, fr, all)
 				switch {
 				case fr.proto == maps.ProtoUDP && fr.dst.Port() == 4789 && all[0].From.Kind == maps.PlaceWire:
 					// Taken for the tunnel's before it is anybody's.
@@ -183,6 +187,24 @@ func TestAskAgreesWithPackets(t *testing.T) {
 		}
 		t.Logf("%v", seen)
 	})
+}
+
+// sameBackends: the answers are about those that the caller may be given.
+func (w *world) sameBackends(c *cluster, fr frame, said []maps.Ask) {
+	w.t.Helper()
+	if said[0].Reason != 0 && said[0].Backends == 0 {
+		return // dropped before, or because there is none
+	}
+	_, want := c.choices(fr.key(), bpf.DpPwPlaceKind(said[0].From.Kind))
+	var got []netip.AddrPort
+	for _, a := range said {
+		if a.Service != 0 {
+			got = append(got, ap(maps.FromAddr(a.Dst), a.Dport))
+		}
+	}
+	if !slices.Equal(got, want) {
+		w.t.Fatalf("%v -> %v protocol %d: asked about %v, want %v", fr.src, fr.dst, fr.proto, got, want)
+	}
 }
 
 // agrees: one of the answers, that about the backend which was chosen, says
