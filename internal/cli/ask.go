@@ -280,6 +280,8 @@ func (a *asker) half(h maps.AskHalf, end askEnd, direction string) halfView {
 		peer = fmt.Sprintf("peer %d (%s)", h.Identity, v.Peer.Description)
 	}
 	switch {
+	case v.Rule == "" && h.Verdict == maps.VerdictAllow:
+		v.Text = "allowed: no rule denies " + peer
 	case v.Rule == "":
 		v.Text = fmt.Sprintf("denied: %s, no rule allows %s", isolated(v.Policies), peer)
 	case h.Verdict == maps.VerdictAllow:

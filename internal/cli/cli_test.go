@@ -94,6 +94,7 @@ func TestGolden(t *testing.T) {
 		{"ask", planMaps(), planAgent(), "policy ask --from default/client --to default/local --port 8080"},
 		{"ask-json", planMaps(), planAgent(), "policy ask --from default/client --to default/local --port 8080/tcp -o json"},
 		{"ask-isolated", planMaps(), planAgent(), "policy ask --from default/client --to 10.244.80.66 --port 8081"},
+		{"ask-left", planMaps(), planAgent(), "policy ask --from default/client --to 10.244.80.66 --port 8082"},
 		{"ask-egress", planMaps(), planAgent(), "policy ask --from default/local --to default/client --port 53/udp"},
 		{"ask-denied-by-rule", planMaps(), planAgent(), "policy ask --from 192.0.2.9 --to default/local --port 9/udp"},
 		{"ask-itself", planMaps(), planAgent(), "policy ask --from default/client --to default/client --port icmp"},

@@ -321,10 +321,12 @@ func planAsks() map[question]maps.Ask {
 	web := maps.AskHalf{Table: 5, Identity: 256, Rule: 7, Verdict: maps.VerdictAllow}
 	none := maps.AskHalf{Table: 5, Identity: 256, Verdict: maps.VerdictDeny}
 	rule := maps.AskHalf{Table: 5, Identity: 257, Rule: 77, Verdict: maps.VerdictDeny}
+	left := maps.AskHalf{Table: 5, Identity: 256, Verdict: maps.VerdictAllow}
 	closed := maps.AskHalf{Table: 6, Identity: 256, Verdict: maps.VerdictDeny}
 	const tcp, udp = maps.ProtoTCP, maps.ProtoUDP
 	return map[question]maps.Ask{
 		{"10.244.80.65", "10.244.80.66", tcp, 8080, 0}:         {From: client, To: local, Egress: open, Ingress: web},
+		{"10.244.80.65", "10.244.80.66", tcp, 8082, 0}:         {From: client, To: local, Egress: open, Ingress: left},
 		{"10.244.80.65", "10.244.80.66", tcp, 8081, 0}:         {From: client, To: local, Egress: open, Ingress: none, Reason: 50},
 		{"10.244.80.66", "10.244.80.65", udp, 53, 0}:           {From: local, To: client, Egress: closed, Ingress: open, Reason: 49},
 		{"192.0.2.9", "10.244.80.66", udp, 9, 0}:               {From: wire, To: local, Ingress: rule, Reason: 50},
