@@ -144,6 +144,7 @@ func TestAskAgreesWithPackets(t *testing.T) {
 			w.randomPolicy(r)
 			clear(w, w.set.FlowsNew)
 			clear(w, w.set.Affinity)
+			clear(w, w.set.AffinityIn)
 			before := w.counters()
 			c := w.readCluster()
 			var frames []frame
@@ -168,7 +169,7 @@ func TestAskAgreesWithPackets(t *testing.T) {
 					frames, answers = append(frames, fr), append(answers, all)
 				}
 			}
-			if len(dump(w, w.set.FlowsNew)) != 0 || len(dump(w, w.set.Affinity)) != 0 {
+			if len(dump(w, w.set.FlowsNew)) != 0 || len(dump(w, w.set.Affinity)) != 0 || len(dump(w, w.set.AffinityIn)) != 0 {
 				t.Fatal("asking left entries behind")
 			}
 			if d := cmp.Diff(before, w.counters(), cmp.AllowUnexported(row{})); d != "" {
