@@ -13,8 +13,10 @@
 
 #include "decide.h"
 #include "deliver.h"
+#include "event.h"
 #include "nat.h"
 #include "policy.h"
+#include "rate.h"
 #include "scratch.h"
 
 #define PW_ANSWER_TTL 64
@@ -302,23 +304,13 @@ static __always_inline int pw_has_way_back(const struct pw_pkt *p)
 
 /*
  * Errors to outside are limited: whoever sends under false names would have
- * us trouble others. Each moves the time that the next one is due; that may
- * lie in the past by as much as the burst takes.
+ * us trouble others.
  */
 static __always_inline int pw_may_tell(const struct pw_pkt *p, struct pw_scratch *s)
 {
-	__u64 now = pw_now(), gap, from;
-
 	if (p->hook != PW_FROM_NETDEV || p->key.proto == IPPROTO_TCP || !cfg_errors_per_sec)
 		return 1;
-	gap = PW_SEC / cfg_errors_per_sec;
-	from = now > PW_ERROR_BURST * gap ? now - PW_ERROR_BURST * gap : 0;
-	if (s->error_due < from)
-		s->error_due = from;
-	if (s->error_due >= now)
-		return 0;
-	s->error_due += gap;
-	return 1;
+	return pw_within(&s->error_due, cfg_errors_per_sec, PW_ERROR_BURST);
 }
 
 /*
@@ -343,6 +335,7 @@ static __always_inline int pw_answer(struct __sk_buff *skb, struct pw_pkt *p, __
 	struct pw_scratch *s = pw_get_scratch();
 	int act = pw_drop(skb, p, reason);
 
+	pw_tell(p, reason);
 	if (reason != PW_DROP_NO_BACKEND && reason != PW_DROP_NO_SERVICE_PORT)
 		return act;
 	if (!s || !pw_has_way_back(p) || !pw_may_tell(p, s) || pw_refuse(skb, p))

@@ -207,4 +207,11 @@ struct {
 	__uint(pinning, LIBBPF_PIN_BY_NAME);
 } pw_metrics SEC(".maps");
 
+/* Full, because no agent reads: events are lost, counted as event_lost. */
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 262144); /* bytes */
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_events SEC(".maps");
+
 #endif

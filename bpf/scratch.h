@@ -11,12 +11,13 @@
 
 /*
  * Whose working space: hooks of one CPU do not interleave, but before 6.11
- * one may interrupt a sweep, which is run from a process.
+ * one may interrupt what is run from a process, such as a sweep.
  */
 enum pw_scratch_of {
 	PW_SCRATCH_PACKET = 0,
 	PW_SCRATCH_SWEEP = 1,
-	PW_SCRATCHES = 2,
+	PW_SCRATCH_ASK = 2,
+	PW_SCRATCHES = 3,
 };
 
 /* What an ICMP error quotes at most: all that IPv6's smallest MTU leaves. */
@@ -29,6 +30,14 @@ struct pw_draft {
 	/* To the verifier the longest frame may start where the shortest does. */
 	__u8 pad[28];
 };
+
+/* A drop of which there was an event, see pw_tell. */
+struct pw_told {
+	__u64 until; /* when the same drop is worth another */
+	__u32 hash;
+	__u32 pad;
+};
+#define PW_TOLD 64
 
 /* Working space. */
 struct pw_scratch {
@@ -48,6 +57,8 @@ struct pw_scratch {
 	__u32 snat;      /* fwd.src is this node's: the source port must be, too */
 	__u32 mtu;       /* of the way that a packet is too big for */
 	__u32 cursor;    /* among a segment's options */
+	__u64 event_due[2];     /* see pw_tell; [1] of denials by policy */
+	struct pw_told told[PW_TOLD];
 	__u64 error_due; /* when the next ICMP error to outside would be due, see pw_may_tell */
 };
 

@@ -180,6 +180,15 @@ static __always_inline void pw_affine_set(const struct pw_affinity_key *k, int e
 		bpf_map_update_elem(&pw_affinity_in, k, &e, BPF_ANY);
 }
 
+/* Why a frontend has nobody for its callers. */
+static __always_inline int pw_no_backend(const struct pw_service *svc, int ext)
+{
+	if (svc->flags & (ext ? PW_SVC_NO_LOCAL_EXT : PW_SVC_NO_LOCAL))
+		return svc->flags & PW_SVC_EXTERNAL ? PW_DROP_NO_LOCAL_EXTERNAL
+						    : PW_DROP_NO_LOCAL_INTERNAL;
+	return PW_DROP_NO_BACKEND;
+}
+
 /*
  * A backend of the service for a call into addr and port. 0, a reason, or -1:
  * look again. Also of the programs at sockets, which have no scratch.
@@ -193,12 +202,8 @@ static __always_inline int pw_service_pick(const struct pw_flow_key *call,
 	struct pw_backend *be;
 	__s64 slot;
 
-	if (!(ext ? svc->ext_count : svc->count)) {
-		if (svc->flags & (ext ? PW_SVC_NO_LOCAL_EXT : PW_SVC_NO_LOCAL))
-			return svc->flags & PW_SVC_EXTERNAL ? PW_DROP_NO_LOCAL_EXTERNAL
-							    : PW_DROP_NO_LOCAL_INTERNAL;
-		return PW_DROP_NO_BACKEND;
-	}
+	if (!(ext ? svc->ext_count : svc->count))
+		return pw_no_backend(svc, ext);
 	if (svc->affinity && pw_affine(&client, svc, ext, addr, port))
 		return 0;
 	slot = pw_pick_slot(call, svc, ext);

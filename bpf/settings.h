@@ -45,6 +45,12 @@ const volatile __u8 cfg_snat = 0;
 const volatile __u32 cfg_errors_per_sec = 1000;
 
 /*
+ * Events about drops, per second and CPU, with a burst of PW_EVENT_BURST:
+ * denials by policy and all others, each. 0 = none.
+ */
+const volatile __u32 cfg_events_per_sec = 100;
+
+/*
  * Whose sockets are translated at connect(): the network namespace of this
  * node. 0 = nobody's.
  */

@@ -56,6 +56,7 @@ enum pw_reason {
 	PW_TOO_BIG_SENT = 22,    /* a drop that was answered with the path's MTU */
 	PW_MSS_CLAMPED = 23,     /* a SYN's MSS lowered to what the tunnel carries */
 	PW_SOCK_TRANSLATED = 24, /* connect() to a service went to a backend directly */
+	PW_EVENT_LOST = 25, /* a drop of which nobody was told: too many, or nobody reads */
 
 	/* Drops. */
 	PW_DROP_MALFORMED = 32,      /* truncated or inconsistent headers */
@@ -480,5 +481,62 @@ struct pw_policy_entry {
 	__u8 pad[3];
 };
 PW_ASSERT_SIZE(struct pw_policy_entry, 8);
+
+/* ---- events --------------------------------------------------------- */
+
+/* A packet that was dropped, in pw_events. */
+struct pw_event {
+	__u64 time;
+	struct pw_flow_key key; /* as it arrived */
+	/*
+	 * Whom it is about. Of a denial by policy: what the policies judged,
+	 * which is the flow's original direction after translation. Else the
+	 * tuple as it arrived.
+	 */
+	struct pw_addr src;
+	struct pw_addr dst;
+	struct pw_place from; /* where the packet came from */
+	__u32 src_identity;
+	__u32 dst_identity;
+	__u32 reason; /* enum pw_reason */
+	__u32 table; /* that denied */
+	__u32 rule; /* in it; 0 = none allows */
+	__u32 service;
+	__u16 dport;
+	__u8 hook; /* enum pw_hook */
+	__u8 v6;
+	__u8 pad[4];
+};
+PW_ASSERT_SIZE(struct pw_event, 120);
+
+/* ---- questions ------------------------------------------------------ */
+
+/* What one end's policies say of the other end. */
+struct pw_ask_half {
+	__u32 table; /* 0 = not isolated */
+	__u32 identity; /* of the other end */
+	__u32 rule; /* 0 = none says anything */
+	__u8 verdict; /* enum pw_verdict; NONE = not asked on this node */
+	__u8 pad[3];
+};
+PW_ASSERT_SIZE(struct pw_ask_half, 16);
+
+/* A question to the program ask, and in the same place its answer. */
+struct pw_ask {
+	struct pw_flow_key key; /* in: a first packet as it would arrive; via 0 */
+	__u32 slot;             /* in: of a service's backends the one to ask about */
+	__u32 device;           /* out: to be run on, which routes are looked up from */
+	struct pw_place from;   /* where the source lives, so packets must come from there */
+	struct pw_place to;
+	struct pw_addr dst; /* after translation */
+	__u16 dport;
+	__u16 pad;
+	__u32 reason; /* enum pw_reason of the drop, 0 = allowed */
+	__u32 service;
+	__u32 backends; /* of the service, for this caller; slot counts them */
+	struct pw_ask_half egress; /* of the source */
+	struct pw_ask_half ingress; /* of the destination */
+};
+PW_ASSERT_SIZE(struct pw_ask, 128);
 
 #endif

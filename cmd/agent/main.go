@@ -99,6 +99,7 @@ When it stops, programs and maps stay in place and traffic goes on;
 	fs.StringVar(&f.externalSource, "external-source", "keep", "keep or snat: whether backends see the address of clients outside the cluster or this node's")
 	fs.Uint32Var(&f.MaglevSize, "maglev-table-size", 0, "entries of the tables that choose backends for clients outside, a prime, the same on all nodes (0: by the number of backends)")
 	fs.StringVar(&f.Cgroup, "cgroup", "", "folder of the cgroup (v2) whose processes get their services at connect(), or none (default: where cgroup2 is mounted, all processes)")
+	fs.Uint32Var(&f.EventsPerSec, "events-per-second", agent.DefaultEvents, "events about dropped packets, for podweir monitor, per second and CPU; 0 for none")
 	fs.Uint32Var(&f.Mark, "mark", agent.DefaultMark, "packet mark bit for our own use; one bit that nobody else has")
 	pfs := cmd.PersistentFlags()
 	pfs.StringVar(&f.BPFFS, "bpffs", loader.DefaultBPFFS, "folder on a BPF file system for programs and maps")

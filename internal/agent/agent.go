@@ -70,6 +70,7 @@ type Agent struct {
 	ipam   *ipam.Allocator
 	eps    *endpoints
 	health *health.Proxy
+	events *events
 
 	peers    *peers
 	services *services
@@ -152,6 +153,7 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 		problems: make(map[string][]table.Problem),
 	}
 	a.world.attached = make(map[int]string)
+	a.events = newEvents(a)
 	a.health = health.New(health.DefaultTimeout, time.Now, a.noLocal)
 	a.checks = newChecks(a.health)
 	a.ports = newHostPorts()

@@ -63,8 +63,13 @@ func (a *Agent) socketHandler(public *http.ServeMux, cni http.Handler, info func
 		info(&s)
 		return s, err
 	}))
+	mux.HandleFunc("GET "+api.PathPods, func(w http.ResponseWriter, r *http.Request) {
+		q := r.URL.Query()
+		answer(func(context.Context) (any, error) { return a.Pods(q.Get("name"), q.Get("addr")) })(w, r)
+	})
 	mux.HandleFunc("GET "+api.PathServices, answer(func(ctx context.Context) (any, error) { return a.Services(ctx) }))
 	mux.HandleFunc("GET "+api.PathPolicy, answer(func(ctx context.Context) (any, error) { return a.Policy(ctx) }))
+	mux.Handle("GET "+api.PathEvents, a.events)
 	mux.HandleFunc("GET "+api.PathEndpoints, answer(func(context.Context) (any, error) { return a.EndpointList(), nil }))
 	return mux
 }

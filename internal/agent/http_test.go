@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
+
 	"github.com/podweir/podweir/internal/api"
 	"github.com/podweir/podweir/internal/maps"
 )
@@ -76,7 +78,9 @@ func TestAnswers(t *testing.T) {
 	b := newAgentBench(t)
 	b.cluster()
 	pod := testPod("client", "node-a", "", map[string]string{"app": "client"})
-	b.put(pod, testService("web", "10.98.0.1"), testSlice("web-1", "web", "10.244.158.65"))
+	gone := testPod("gone", "node-b", "10.244.158.66", nil)
+	gone.Status.Phase = corev1.PodSucceeded
+	b.put(pod, testPod("web-1", "node-b", "10.244.158.66", nil), gone, testService("web", "10.98.0.1"), testSlice("web-1", "web", "10.244.158.65"))
 	txn := b.tables.DB.WriteTxn(b.tables.Policies)
 	_, _, err := b.tables.Policies.Insert(txn, testPolicy("only-frontends", "client", "frontend"))
 	txn.Commit()
@@ -118,6 +122,24 @@ func TestAnswers(t *testing.T) {
 	read(api.PathPolicy, &pol)
 	if len(pol.Endpoints) != 1 || pol.Endpoints[0].Ingress == 0 || pol.Endpoints[0].Egress != 0 || pol.Endpoints[0].Policies[0] != "default/only-frontends" {
 		t.Errorf("policy %+v", pol)
+	}
+	if e := pol.Endpoints[0]; len(e.IngressPolicies) != 1 || len(e.EgressPolicies) != 0 {
+		t.Errorf("policies by direction: %+v", e)
+	}
+	for _, r := range pol.Rules {
+		if r.Text != "default/only-frontends ingress[0]" {
+			t.Errorf("rule %+v", r)
+		}
+	}
+	for _, query := range []string{"?name=default/web-1", "?addr=10.244.158.66"} {
+		var pods api.Pods
+		read(api.PathPods+query, &pods)
+		if len(pods.Pods) != 1 || pods.Pods[0].Name != "web-1" || pods.Pods[0].Node != "node-b" || len(pods.Pods[0].Addrs) != 1 {
+			t.Errorf("%s: %+v", query, pods)
+		}
+	}
+	if code, body := get(api.PathPods); code == http.StatusOK || !strings.Contains(body, "NAMESPACE/NAME") {
+		t.Errorf("pods of no name: %d %s", code, body)
 	}
 	code, body := get("/metrics")
 	for _, want := range []string{

@@ -35,6 +35,7 @@ const (
 	DefaultHealthz  = "0.0.0.0:10256" // kube-proxy's
 	DefaultVNI      = 4096
 	DefaultMark     = 0x1000
+	DefaultEvents   = 100
 )
 
 // Config is what the process is told. Fields whose zero value is not explained
@@ -59,6 +60,7 @@ type Config struct {
 	NoMasquerade  bool                 // pods reach the world under their own addresses
 	ExternalSNAT  bool                 // clients of services from outside under this node's
 	MaglevSize    uint32               // of every table, a prime; 0 = by the number of backends
+	EventsPerSec  uint32               // about drops, per CPU; 0 = none
 	Mark          uint32
 	Version       string
 	Settled       func() // called when all objects have been applied once; nil = nobody is
@@ -157,6 +159,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	dp, err := loader.Load(ctx, loader.Config{
 		BPFFS: cfg.BPFFS, OverlayIfindex: overlay, VNI: DefaultVNI, Mark: cfg.Mark,
 		NodePortMin: cfg.NodePorts.Min, NodePortMax: cfg.NodePorts.Max,
+		EventsPerSec: cfg.EventsPerSec, NoEvents: cfg.EventsPerSec == 0,
 		NoMasquerade: cfg.NoMasquerade, SNAT: cfg.ExternalSNAT, Log: log,
 	})
 	if err != nil {
@@ -208,6 +211,13 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	running = true
 	g.Go(func() error { return finish(ctx, "loop", a.Run(ctx)) })
 	g.Go(func() error { sweep.run(ctx); return nil })
+	g.Go(func() error {
+		// They tell of what happens; nothing hangs on them.
+		if err := a.events.run(ctx, dp.Maps().Events); err != nil {
+			log.Error("events about drops: there are none until the agent is restarted", "error", err)
+		}
+		return nil
+	})
 	g.Go(func() error { return a.repair(ctx, manager) })
 	serve(ctx, g, socket, listener)
 	if cfg.Listen != "" {

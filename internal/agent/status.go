@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/podweir/podweir/internal/api"
@@ -17,6 +18,7 @@ import (
 	"github.com/podweir/podweir/internal/node"
 	"github.com/podweir/podweir/internal/policy"
 	"github.com/podweir/podweir/internal/service"
+	"github.com/podweir/podweir/internal/table"
 )
 
 // membersShown is how many addresses of an identity the socket lists.
@@ -139,12 +141,13 @@ func (a *Agent) Policy(ctx context.Context) (api.Policy, error) {
 	err := a.do(ctx, func() {
 		p := a.world.in.policy
 		for n, r := range p.Rules {
-			out.Rules[n] = api.Rule{Namespace: r.Namespace, Name: r.Policy, Direction: r.Direction.String(), Index: r.Index}
+			out.Rules[n] = api.Rule{Namespace: r.Namespace, Name: r.Policy, Direction: r.Direction.String(), Index: r.Index, Text: r.String()}
 		}
 		for name, ep := range p.Endpoints {
 			e := api.PolicyEndpoint{
 				Namespace: name.Namespace, Pod: name.Name, Addrs: a.world.local.addrs[name],
-				Ingress: ep.In, Egress: ep.Out, Policies: policyNames(name, ep),
+				Ingress: ep.In, Egress: ep.Out, Policies: policyNames(name, ep.InPolicies, ep.OutPolicies),
+				IngressPolicies: policyNames(name, ep.InPolicies), EgressPolicies: policyNames(name, ep.OutPolicies),
 			}
 			if len(e.Addrs) > 0 {
 				e.Identity = p.Addrs[e.Addrs[0]]
@@ -161,9 +164,9 @@ func (a *Agent) Policy(ctx context.Context) (api.Policy, error) {
 	return out, err
 }
 
-func policyNames(pod types.NamespacedName, ep policy.Endpoint) []string {
+func policyNames(pod types.NamespacedName, lists ...[]string) []string {
 	names := []string{}
-	for _, list := range [][]string{ep.InPolicies, ep.OutPolicies} {
+	for _, list := range lists {
 		for _, n := range list {
 			if full := pod.Namespace + "/" + n; !slices.Contains(names, full) {
 				names = append(names, full)
@@ -172,6 +175,30 @@ func policyNames(pod types.NamespacedName, ep policy.Endpoint) []string {
 	}
 	sort.Strings(names)
 	return names
+}
+
+// Pods is the answer to [api.PathPods]: the pod of a name, or the pods that
+// have an address, finished ones left out. One of the two is given.
+func (a *Agent) Pods(name, addr string) (api.Pods, error) {
+	out := api.Pods{Pods: []api.Pod{}}
+	namespace, short, named := strings.Cut(name, "/")
+	query := table.ByName[*corev1.Pod](namespace, short)
+	if !named {
+		at, err := netip.ParseAddr(addr)
+		if err != nil {
+			return out, fmt.Errorf("ask for name=NAMESPACE/NAME or addr=ADDRESS: %w", err)
+		}
+		query = table.PodsByIP(at)
+	}
+	for p := range a.tables.Pods.List(a.tables.DB.ReadTxn(), query) {
+		if finished(p) {
+			continue
+		}
+		out.Pods = append(out.Pods, api.Pod{
+			Namespace: p.Namespace, Name: p.Name, Node: p.Spec.NodeName, Addrs: table.PodIPs(p), HostNetwork: p.Spec.HostNetwork,
+		})
+	}
+	return out, nil
 }
 
 func (a *Agent) identities() []api.Identity {

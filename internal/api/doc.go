@@ -5,6 +5,8 @@
 //	GET /v1/services   [Services]
 //	GET /v1/endpoints  [Endpoints]
 //	GET /v1/policy     [Policy]
+//	GET /v1/pods       [Pods], with ?name=NAMESPACE/NAME or ?addr=ADDRESS
+//	GET /v1/events     [Event], one a line, for as long as the client listens
 //
 // The answers give names to what stands in the maps as numbers. They are
 // never the source of a state: the command reads states from the maps, and

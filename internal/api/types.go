@@ -11,6 +11,8 @@ const (
 	PathServices  = "/v1/services"
 	PathEndpoints = "/v1/endpoints"
 	PathPolicy    = "/v1/policy"
+	PathPods      = "/v1/pods"
+	PathEvents    = "/v1/events"
 )
 
 // Error is the body of an answer that is no success.
@@ -177,6 +179,75 @@ type Rule struct {
 	// Index counts the rules of the direction from 0; -1 stands for no rule
 	// of a policy (a node reaching its own pods).
 	Index int `json:"index"`
+	// Text is the rule as people write it: "default/web ingress[0]".
+	Text string `json:"text,omitempty"`
+}
+
+// Pods are pods of any node.
+type Pods struct {
+	Pods []Pod `json:"pods"`
+}
+
+// Pod is where a pod is.
+type Pod struct {
+	Namespace string       `json:"namespace"`
+	Name      string       `json:"name"`
+	Node      string       `json:"node"`
+	Addrs     []netip.Addr `json:"addrs"`
+	// HostNetwork: the addresses are its node's.
+	HostNetwork bool `json:"hostNetwork,omitempty"`
+}
+
+// Event is a packet that was dropped: the first of its flow, or one of a flow
+// that was let through before.
+type Event struct {
+	Time time.Time `json:"time"`
+	// Reason of the drop, as metrics call it: "drop_policy_ingress".
+	Reason string `json:"reason"`
+	// Hook is the program that dropped it.
+	Hook     string `json:"hook"`
+	Protocol string `json:"protocol"`
+	// Source and Destination as the packet arrived.
+	Source      EventEnd `json:"source"`
+	Destination EventEnd `json:"destination"`
+	// From is the kind of place that the packet came from: pod, node, wire
+	// or host; Sender is the pod, whatever address it used.
+	From   string `json:"from"`
+	Sender string `json:"sender,omitempty"`
+	// Denied is set when policy denied it.
+	Denied *Denial `json:"denied,omitempty"`
+	// RuleID and Rule deny; without them no rule allows, and Policies are
+	// what isolates the pod. Table is the pod's.
+	Table    uint32   `json:"table,omitempty"`
+	RuleID   uint32   `json:"ruleID,omitempty"`
+	Rule     string   `json:"rule,omitempty"`
+	Policies []string `json:"policies,omitempty"`
+	// Text says why in words.
+	Text string `json:"text,omitempty"`
+	// Missed is how many events this listener had no room for before.
+	Missed uint64 `json:"missed,omitempty"`
+}
+
+// EventEnd is one end of a packet.
+type EventEnd struct {
+	// Pod that has the address, as namespace/name.
+	Pod  string     `json:"pod,omitempty"`
+	Addr netip.Addr `json:"addr"`
+	Port uint16     `json:"port,omitempty"`
+}
+
+// Denial is what policy was asked.
+type Denial struct {
+	// Direction is that of the policy: "ingress" or "egress".
+	Direction string `json:"direction"`
+	// Pod is the isolated one.
+	Pod string `json:"pod,omitempty"`
+	// PeerIdentity is the one that its table knows the other end by.
+	PeerIdentity uint32 `json:"peerIdentity"`
+	// Source and Destination in the flow's original direction, after
+	// translation: a service's backend, and its port.
+	Source      EventEnd `json:"source"`
+	Destination EventEnd `json:"destination"`
 }
 
 // PolicyEndpoint is what policy makes of a pod of this node.
@@ -189,8 +260,11 @@ type PolicyEndpoint struct {
 	// Ingress and Egress are table ids; 0 = not isolated.
 	Ingress uint32 `json:"ingress"`
 	Egress  uint32 `json:"egress"`
-	// Policies that select the pod, as namespace/name.
-	Policies []string `json:"policies"`
+	// Policies that select the pod, as namespace/name, and those of them
+	// that isolate it in one direction.
+	Policies        []string `json:"policies"`
+	IngressPolicies []string `json:"ingressPolicies,omitempty"`
+	EgressPolicies  []string `json:"egressPolicies,omitempty"`
 }
 
 // Identity is a class of peers that no policy tells apart.

@@ -18,6 +18,10 @@ import (
 type Agent interface {
 	// Get decodes the answer to a GET of path.
 	Get(ctx context.Context, path string, into any) error
+	// Stream calls each with every line of the answer to a GET of path, as
+	// they come. It returns what each returns, or nil when the agent ends the
+	// answer.
+	Stream(ctx context.Context, path string, each func(json.RawMessage) error) error
 }
 
 // agentTimeout bounds a request: a stuck agent must not hang a command that
@@ -27,28 +31,49 @@ const agentTimeout = 3 * time.Second
 // DialAgent returns the agent that listens on a unix socket. It connects
 // with the first request.
 func DialAgent(socket string) Agent {
-	return socketAgent{socket, &http.Client{
-		Timeout: agentTimeout,
-		Transport: &http.Transport{
-			DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-				var d net.Dialer
-				return d.DialContext(ctx, "unix", socket)
-			},
+	return socketAgent{socket, &http.Transport{
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			var d net.Dialer
+			return d.DialContext(ctx, "unix", socket)
 		},
+		ResponseHeaderTimeout: agentTimeout,
 	}}
 }
 
 type socketAgent struct {
-	socket string
-	client *http.Client
+	socket    string
+	transport *http.Transport
 }
 
 func (a socketAgent) Get(ctx context.Context, path string, into any) error {
+	ctx, cancel := context.WithTimeout(ctx, agentTimeout)
+	defer cancel()
+	return a.read(ctx, path, func(d *json.Decoder) error { return d.Decode(into) })
+}
+
+func (a socketAgent) Stream(ctx context.Context, path string, each func(json.RawMessage) error) error {
+	return a.read(ctx, path, func(d *json.Decoder) error {
+		for {
+			var line json.RawMessage
+			if err := d.Decode(&line); errors.Is(err, io.EOF) {
+				return nil
+			} else if err != nil {
+				return err
+			}
+			if err := each(line); err != nil {
+				return err
+			}
+		}
+	})
+}
+
+// read hands the body of an answer to decode.
+func (a socketAgent) read(ctx context.Context, path string, decode func(*json.Decoder) error) error {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://agent"+path, nil)
 	if err != nil {
 		return err
 	}
-	resp, err := a.client.Do(req)
+	resp, err := (&http.Client{Transport: a.transport}).Do(req)
 	switch {
 	case errors.Is(err, fs.ErrPermission):
 		return &agentDownError{fmt.Errorf("no permission for the agent's socket %s; run as root", a.socket)}
@@ -68,7 +93,7 @@ func (a socketAgent) Get(ctx context.Context, path string, into any) error {
 		}
 		return fmt.Errorf("agent on %s: %s: %s", a.socket, path, e.Message)
 	}
-	if err := json.NewDecoder(resp.Body).Decode(into); err != nil {
+	if err := decode(json.NewDecoder(resp.Body)); err != nil {
 		return fmt.Errorf("agent on %s: %s: %w", a.socket, path, err)
 	}
 	return nil

@@ -107,7 +107,7 @@ func (s *session) command() *cobra.Command {
 		Long: `Look into the podweir dataplane of this node.
 
 States are read from the pinned maps, names from the agent. Without the agent
-every command works, with numbers and addresses in place of names.
+every command but monitor works, with numbers and addresses in place of names.
 
 Exit status: 0 done, 1 failed, 2 wrong usage, 3 no maps under --bpffs,
 4 no permission to read them.`,
@@ -130,7 +130,7 @@ Exit status: 0 done, 1 failed, 2 wrong usage, 3 no maps under --bpffs,
 	flags.StringVar(&s.socket, "socket", "/run/podweir/agent.sock", "socket of the agent")
 	flags.StringVarP(&s.output, "output", "o", "table", "table, wide or json")
 	root.AddCommand(s.statusCommand(), s.servicesCommand(), s.flowsCommand(), s.endpointsCommand(),
-		s.policyCommand(), s.nodesCommand(), s.metricsCommand())
+		s.policyCommand(), s.monitorCommand(), s.nodesCommand(), s.metricsCommand())
 	return root
 }
 

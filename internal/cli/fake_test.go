@@ -4,7 +4,9 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net/netip"
+	"time"
 
 	"github.com/podweir/podweir/internal/api"
 	"github.com/podweir/podweir/internal/maps"
@@ -44,6 +46,7 @@ type fakeMaps struct {
 	policy                 map[maps.PolicyKey]maps.PolicyEntry
 	classes                []uint16
 	metrics                []maps.Sample
+	asks                   map[question]maps.Ask
 	err                    error
 	closed                 int
 }
@@ -64,6 +67,24 @@ func (f *fakeMaps) Policy() (map[maps.PolicyKey]maps.PolicyEntry, error) { retur
 func (f *fakeMaps) PortClasses() ([]uint16, error)                       { return f.classes, f.err }
 func (f *fakeMaps) Metrics() ([]maps.Sample, error)                      { return f.metrics, f.err }
 func (f *fakeMaps) Close() error                                         { f.closed++; return nil }
+
+// question is what the datapath is asked, in short.
+type question struct {
+	src, dst string
+	proto    uint8
+	port     uint16
+	slot     uint32
+}
+
+func (f *fakeMaps) Ask(q maps.Ask) (maps.Ask, error) {
+	k := question{maps.FromAddr(q.Key.Src).String(), maps.FromAddr(q.Key.Dst).String(), q.Key.Proto, q.Key.Dport, q.Slot}
+	r, ok := f.asks[k]
+	if !ok && f.err == nil {
+		return r, fmt.Errorf("no answer to %+v", k)
+	}
+	r.Key, r.Slot = q.Key, q.Slot
+	return r, f.err
+}
 
 func (f *fakeMaps) Usage() ([]MapUsage, error) {
 	return []MapUsage{
@@ -89,6 +110,20 @@ func (f fakeAgent) Get(_ context.Context, path string, into any) error {
 		return err
 	}
 	return json.Unmarshal(b, into)
+}
+
+// Stream answers with the lines of the body, a list.
+func (f fakeAgent) Stream(ctx context.Context, path string, each func(json.RawMessage) error) error {
+	var lines []json.RawMessage
+	if err := f.Get(ctx, path, &lines); err != nil {
+		return err
+	}
+	for _, line := range lines {
+		if err := each(line); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // pair adds both directions of a flow to m: the original as given, the reply
@@ -161,7 +196,7 @@ func planMaps() *fakeMaps {
 			a("10.244.158.65"):      {Identity: 4, Flags: maps.PeerPod, Node: 1},
 			a("10.244.90.1"):        {Identity: 4, Flags: maps.PeerPod},
 			a("172.31.0.3"):         {Identity: 3, Flags: maps.PeerNode, Node: 1},
-			a("172.31.0.2"):         {Identity: 2, Flags: maps.PeerHost},
+			a("172.31.0.2"):         {Identity: 2, Flags: maps.PeerHost | maps.PeerInternal},
 		},
 		prefixes: map[maps.PrefixKey]maps.Peer{
 			prefixKey("10.244.80.0/24"):      {Identity: 4, Flags: maps.PeerPod | maps.PeerLocal},
@@ -182,6 +217,7 @@ func planMaps() *fakeMaps {
 			{Table: 5, Identity: 257, Port: 3, Proto: maps.ProtoUDP, Kind: maps.PolicyClass}: {Rule: 8, Verdict: maps.VerdictAllow},
 			{Table: 5, Identity: 257, Port: 9, Proto: maps.ProtoUDP, Kind: maps.PolicyClass}: {Rule: 77, Verdict: maps.VerdictDeny},
 		},
+		asks:    planAsks(),
 		classes: make([]uint16, 65536),
 		metrics: []maps.Sample{
 			{Reason: 44, Hook: 0, Packets: 3, Bytes: 180},
@@ -249,9 +285,71 @@ func planMaps() *fakeMaps {
 	return f
 }
 
+// planEvents is what the agent of node a tells a listener.
+func planEvents() []api.Event {
+	at := time.Date(2026, 3, 1, 12, 0, 0, 250e6, time.UTC)
+	end := func(pod, addr string, port uint16) api.EventEnd {
+		return api.EventEnd{Pod: pod, Addr: netip.MustParseAddr(addr), Port: port}
+	}
+	client, local := end("default/client", "10.244.80.65", 40000), end("default/local", "10.244.80.66", 8081)
+	denied := api.Event{
+		Time: at, Reason: "drop_policy_ingress", Hook: "from_pod", Protocol: "tcp", Source: client, Destination: local,
+		From: "pod", Sender: "default/client", Table: 5, Policies: []string{"default/allow-web"}, Text: "isolated by default/allow-web, no rule allows",
+		Denied: &api.Denial{Direction: "ingress", Pod: "default/local", PeerIdentity: 256, Source: end("default/client", "10.244.80.65", 0), Destination: local},
+	}
+	called := denied
+	called.Destination, called.Missed = end("", "10.98.235.247", 80), 3
+	called.RuleID, called.Rule, called.Policies, called.Text = 77, "default/deny ingress[0]", nil, "denied by default/deny ingress[0]"
+	answer := denied
+	answer.Source, answer.Destination, answer.Sender = local, client, "default/local"
+	spoof := api.Event{
+		Time: at.Add(time.Second), Reason: "drop_spoofed_source", Hook: "from_pod", Protocol: "udp",
+		Source: end("", "192.0.2.1", 53), Destination: local, From: "pod", Sender: "default/client",
+	}
+	ping := api.Event{
+		Time: at.Add(2 * time.Second), Reason: "drop_no_endpoint", Hook: "from_overlay", Protocol: "icmpv6",
+		Source: end("default/web-1", "fd00:10:244:9e::65", 7), Destination: end("", "fd00:10:244:50::99", 0), From: "node",
+	}
+	return []api.Event{denied, called, answer, spoof, ping}
+}
+
+// planAsks is what the datapath of planMaps answers.
+func planAsks() map[question]maps.Ask {
+	client, local := maps.Place{Kind: placePod, Id: 7}, maps.Place{Kind: placePod, Id: 9}
+	nodeB, host, wire := maps.Place{Kind: placeNode, Id: 1}, maps.Place{Kind: placeHost}, maps.Place{Kind: placeWire}
+	open := maps.AskHalf{Identity: 4, Verdict: maps.VerdictAllow}
+	web := maps.AskHalf{Table: 5, Identity: 256, Rule: 7, Verdict: maps.VerdictAllow}
+	none := maps.AskHalf{Table: 5, Identity: 256, Verdict: maps.VerdictDeny}
+	rule := maps.AskHalf{Table: 5, Identity: 257, Rule: 77, Verdict: maps.VerdictDeny}
+	left := maps.AskHalf{Table: 5, Identity: 256, Verdict: maps.VerdictAllow}
+	closed := maps.AskHalf{Table: 6, Identity: 256, Verdict: maps.VerdictDeny}
+	const tcp, udp = maps.ProtoTCP, maps.ProtoUDP
+	return map[question]maps.Ask{
+		{"10.244.80.65", "10.244.80.66", tcp, 8080, 0}:         {From: client, To: local, Egress: open, Ingress: web},
+		{"10.244.80.65", "10.244.80.66", tcp, 8082, 0}:         {From: client, To: local, Egress: open, Ingress: left},
+		{"10.244.80.65", "10.244.80.66", tcp, 8081, 0}:         {From: client, To: local, Egress: open, Ingress: none, Reason: 50},
+		{"10.244.80.66", "10.244.80.65", udp, 53, 0}:           {From: local, To: client, Egress: closed, Ingress: open, Reason: 49},
+		{"192.0.2.9", "10.244.80.66", udp, 9, 0}:               {From: wire, To: local, Ingress: rule, Reason: 50},
+		{"10.244.80.65", "10.244.80.65", 1, 0, 0}:              {From: client, To: client},
+		{"fd00:10:244:50::65", "fd00:10:244:50::65", 58, 0, 0}: {From: client, To: client},
+		{"172.31.0.2", "10.244.80.66", tcp, 8081, 0}:           {From: host, To: local},
+		{"10.244.80.65", "10.98.235.247", tcp, 80, 0}: {
+			From: client, To: local, Egress: open, Ingress: web, Service: 12, Backends: 2, Dst: a("10.244.80.66"), Dport: 8080},
+		{"10.244.80.65", "10.98.235.247", tcp, 80, 1}: {
+			From: client, To: nodeB, Egress: open, Service: 12, Backends: 2, Dst: a("10.244.158.65"), Dport: 8080},
+		{"10.244.80.65", "10.98.0.10", udp, 53, 0}:      {From: client, Service: 14, Reason: 45},
+		{"10.244.158.65", "10.244.80.66", tcp, 8081, 0}: {From: nodeB, To: local, Ingress: none, Reason: 50},
+		{"10.244.80.65", "10.244.158.65", tcp, 8080, 0}: {From: client, To: nodeB, Egress: open},
+		{"10.244.158.65", "10.98.235.247", tcp, 80, 0}:  {From: nodeB, Reason: 43},
+		{"10.244.158.65", "10.244.80.99", tcp, 80, 0}:   {From: nodeB, Reason: 46},
+		{"192.0.2.9", "192.0.2.10", tcp, 80, 0}:         {From: wire},
+	}
+}
+
 // planAgent is the agent of node a.
 func planAgent() fakeAgent {
 	ip, pfx := netip.MustParseAddr, netip.MustParsePrefix
+	pods := api.Pods{Pods: []api.Pod{{Namespace: "default", Name: "web-1", Node: "b", Addrs: []netip.Addr{ip("10.244.158.65")}}}}
 	return fakeAgent{
 		api.PathStatus: api.Status{
 			Node: "a", Version: "v0.1.0", UptimeSeconds: 3725, Synced: true,
@@ -287,13 +385,18 @@ func planAgent() fakeAgent {
 			{ID: 2, Namespace: "default", Pod: "local", ContainerID: "c2", HostIfName: "pw00000000002", HostIfindex: 9, Addrs: []netip.Addr{ip("10.244.80.66")}},
 			{ID: 3, Namespace: "default", Pod: "starting", ContainerID: "c3", HostIfName: "pw00000000003", HostIfindex: 11, Addrs: []netip.Addr{ip("10.244.80.67")}, MAC: "02:00:00:00:00:03"},
 		}},
+		api.PathPods + "?name=default%2Fweb-1": pods, api.PathPods + "?addr=10.244.158.65": pods,
+		api.PathPods + "?name=default%2Fnobody": api.Pods{}, api.PathPods + "?addr=192.0.2.9": api.Pods{},
+		api.PathPods + "?name=default%2Fpending": api.Pods{Pods: []api.Pod{{Namespace: "default", Name: "pending", Node: "b"}}},
+		api.PathEvents:                           planEvents(),
 		api.PathPolicy: api.Policy{
 			Rules: map[uint32]api.Rule{
 				1: {Direction: "ingress", Index: -1},
-				7: {Namespace: "default", Name: "allow-web", Direction: "ingress", Index: 0},
+				7: {Namespace: "default", Name: "allow-web", Direction: "ingress", Index: 0, Text: "default/allow-web ingress[0]"},
 				8: {Namespace: "default", Name: "allow-web", Direction: "ingress", Index: 1},
 			},
-			Endpoints: []api.PolicyEndpoint{{Namespace: "default", Pod: "local", Policies: []string{"default/allow-web", "default/deny-all"}}},
+			Endpoints: []api.PolicyEndpoint{{Namespace: "default", Pod: "local", Policies: []string{"default/allow-web", "default/deny-all"},
+				IngressPolicies: []string{"default/allow-web", "default/deny-all"}, EgressPolicies: []string{"default/deny-all"}}},
 			Identities: []api.Identity{
 				{ID: 256, Description: "default/ app=client", Count: 2},
 				{ID: 257, Description: "192.0.2.0/24", Count: 1},

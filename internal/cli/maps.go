@@ -28,6 +28,8 @@ type Maps interface {
 	// PortClasses returns the class of every port, by port.
 	PortClasses() ([]uint16, error)
 	Metrics() ([]maps.Sample, error)
+	// Ask has the datapath decide about a packet, see [maps.Asker].
+	Ask(maps.Ask) (maps.Ask, error)
 	// Usage returns how full the maps are.
 	Usage() ([]MapUsage, error)
 	Close() error
@@ -52,12 +54,13 @@ func OpenMaps(bpffs string) (Maps, error) {
 	case err != nil:
 		return nil, fmt.Errorf("reading the maps under %s: %w", bpffs, err)
 	}
-	return pinned{set}, nil
+	return pinned{set, bpffs}, nil
 }
 
 // pinned reads a set of pinned maps.
 type pinned struct {
-	set maps.Set
+	set   maps.Set
+	bpffs string
 }
 
 func (p pinned) Flows() (confirmed, unconfirmed map[maps.FlowKey]maps.Flow, err error) {
@@ -88,6 +91,15 @@ func (p pinned) NodeIDs() (map[maps.Addr]uint32, error)               { return p
 func (p pinned) Policy() (map[maps.PolicyKey]maps.PolicyEntry, error) { return p.set.Policy.Dump() }
 func (p pinned) Metrics() ([]maps.Sample, error)                      { return p.set.Metrics.Read() }
 func (p pinned) Close() error                                         { return p.set.Close() }
+
+func (p pinned) Ask(q maps.Ask) (maps.Ask, error) {
+	a, err := maps.OpenAsker(filepath.Join(p.bpffs, "programs"))
+	if err != nil {
+		return q, err
+	}
+	q, err = a.Ask(q)
+	return q, errors.Join(err, a.Close())
+}
 
 func (p pinned) Nodes() (map[uint32]maps.Node, error) {
 	out := map[uint32]maps.Node{}

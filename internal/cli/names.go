@@ -120,12 +120,24 @@ func (n *names) rule(ref uint32) string {
 		return ""
 	case !ok:
 		return fmt.Sprintf("rule %d", ref)
+	case r.Text != "":
+		return r.Text
 	case r.Index < 0 && r.Name == "":
 		return "built-in " + r.Direction
 	case r.Index < 0:
 		return fmt.Sprintf("%s %s", podName(r.Namespace, r.Name), r.Direction)
 	}
 	return fmt.Sprintf("%s %s[%d]", podName(r.Namespace, r.Name), r.Direction, r.Index)
+}
+
+// podPolicies is what the agent knows of the policies on a pod of this node.
+func (n *names) podPolicies(pod string) api.PolicyEndpoint {
+	for _, p := range n.policy.Endpoints {
+		if podName(p.Namespace, p.Pod) == pod {
+			return p
+		}
+	}
+	return api.PolicyEndpoint{}
 }
 
 // identity describes an identity in words.

@@ -20,13 +20,16 @@ type podPolicyView struct {
 	Identity uint32       `json:"identity"`
 	Ingress  tableView    `json:"ingress"`
 	Egress   tableView    `json:"egress"`
-	// Policies that select the pod, as namespace/name.
+	// Policies that select the pod, as namespace/name; those of a direction
+	// stand with its table.
 	Policies []string `json:"policies,omitempty"`
 }
 
 // tableView is a policy table; 0 = not isolated, everything is allowed.
 type tableView struct {
 	Table uint32 `json:"table"`
+	// Policies that isolate the pod in this direction.
+	Policies []string `json:"policies,omitempty"`
 	// Entries of the map; what none of them allows is denied.
 	Entries []policyView `json:"entries"`
 }
@@ -51,7 +54,7 @@ type peerView struct {
 }
 
 func (s *session) policyCommand() *cobra.Command {
-	return &cobra.Command{
+	cmd := &cobra.Command{
 		Use:   "policy [namespace/pod | address]",
 		Short: "List the policy tables of this node's pods, or the entries of one pod's",
 		Args:  cobra.MaximumNArgs(1),
@@ -81,6 +84,8 @@ func (s *session) policyCommand() *cobra.Command {
 			})
 		},
 	}
+	cmd.AddCommand(s.askCommand())
+	return cmd
 }
 
 func policySummary(pods []podPolicyView) *table {
@@ -110,9 +115,6 @@ func (s *session) printPod(p *podPolicyView) error {
 		name = "(name unknown)"
 	}
 	_, _ = fmt.Fprintf(w, "Pod %s  %s  identity %s\n", name, list(texts(p.Addrs), true), maps.IdentityName(p.Identity))
-	if len(p.Policies) > 0 {
-		_, _ = fmt.Fprintf(w, "Policies: %s\n", strings.Join(p.Policies, ", "))
-	}
 	for _, d := range []struct {
 		name, peer string
 		table      tableView
@@ -122,10 +124,10 @@ func (s *session) printPod(p *podPolicyView) error {
 			_, _ = fmt.Fprintf(w, "\n%s: not isolated, everything is allowed\n", d.name)
 			continue
 		case len(d.table.Entries) == 0:
-			_, _ = fmt.Fprintf(w, "\n%s: table %d is empty, everything is denied\n", d.name, d.table.Table)
+			_, _ = fmt.Fprintf(w, "\n%s: %s, no rule allows anything (table %d)\n", d.name, isolated(d.table.Policies), d.table.Table)
 			continue
 		}
-		_, _ = fmt.Fprintf(w, "\n%s: table %d; what is not listed is denied\n", d.name, d.table.Table)
+		_, _ = fmt.Fprintf(w, "\n%s: %s, what is not listed is denied (table %d)\n", d.name, isolated(d.table.Policies), d.table.Table)
 		t := newTable("", d.peer, "MEMBERS", "PROTO", "PORTS", "VERDICT", "RULE", "+IDENTITY")
 		for _, e := range d.table.Entries {
 			t.add(e.Peer.Description, list(prefixTexts(e.Peer.Members), s.wide()), e.Protocol, e.Ports, e.Verdict,
@@ -136,6 +138,14 @@ func (s *session) printPod(p *podPolicyView) error {
 		}
 	}
 	return nil
+}
+
+// isolated says by which policies; without the agent they are not known.
+func isolated(policies []string) string {
+	if len(policies) == 0 {
+		return "isolated"
+	}
+	return "isolated by " + strings.Join(policies, ", ")
 }
 
 // prefixTexts prints single addresses without their length.
@@ -177,12 +187,8 @@ func readPolicies(m Maps, n *names) ([]podPolicyView, error) {
 	if err != nil {
 		return nil, err
 	}
-	policies := map[string][]string{}
-	for _, p := range n.policy.Endpoints {
-		policies[podName(p.Namespace, p.Pod)] = p.Policies
-	}
-	view := func(id uint32) tableView {
-		v := tableView{Table: id, Entries: []policyView{}}
+	view := func(id uint32, policies []string) tableView {
+		v := tableView{Table: id, Policies: policies, Entries: []policyView{}}
 		if id != 0 && tables[id] != nil {
 			v.Entries = tables[id]
 		}
@@ -193,9 +199,10 @@ func readPolicies(m Maps, n *names) ([]podPolicyView, error) {
 		if e.Missing {
 			continue
 		}
+		p := n.podPolicies(e.Pod)
 		out = append(out, podPolicyView{
-			Pod: e.Pod, Addrs: e.Addrs, Identity: e.Identity,
-			Ingress: view(e.Ingress), Egress: view(e.Egress), Policies: policies[e.Pod],
+			Pod: e.Pod, Addrs: e.Addrs, Identity: e.Identity, Policies: p.Policies,
+			Ingress: view(e.Ingress, p.IngressPolicies), Egress: view(e.Egress, p.EgressPolicies),
 		})
 	}
 	return out, nil

@@ -7,7 +7,8 @@
 // cgroup-<program> for those at the sockets of the host's processes.
 // The hooks' way to their slow path, a map of programs that the kernel empties
 // when nobody holds it, is pinned under <folder>/calls/<map id>, one a load,
-// for as long as any program may use it.
+// for as long as any program may use it; under <folder>/programs, what is never
+// attached but run by the podweir command.
 // A load replaces the programs of all links that exist in place, without a
 // moment in which a hook is empty. tcx links are used where the kernel has
 // them (6.6), a clsact qdisc with a direct-action filter elsewhere.

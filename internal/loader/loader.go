@@ -34,6 +34,8 @@ type Config struct {
 	NodePortMax    uint16
 	NoMasquerade   bool   // pods' packets leave under the pods' own addresses
 	SNAT           bool   // what enters by a service goes on under this node's address
+	EventsPerSec   uint32 // events about drops, per CPU, default 100
+	NoEvents       bool   // none at all
 	NetnsCookie    uint64 // whose sockets are translated; default: this thread's namespace's
 	FlowsMax       uint32 // entries of pw_flows, two a flow
 	FlowsNewMax    uint32 // entries of pw_flows_new
@@ -74,7 +76,7 @@ func Load(ctx context.Context, cfg Config) (*Datapath, error) {
 			return nil, err
 		}
 	}
-	for _, dir := range []string{mapsDir(cfg.BPFFS), linksDir(cfg.BPFFS)} {
+	for _, dir := range []string{mapsDir(cfg.BPFFS), linksDir(cfg.BPFFS), programsDir(cfg.BPFFS)} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			return nil, fmt.Errorf("create pin folder %s: %w", dir, err)
 		}
@@ -102,7 +104,7 @@ func Load(ctx context.Context, cfg Config) (*Datapath, error) {
 	if err := d.pinCalls(d.objs.PwCalls); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
-	if err := d.adoptLinks(ctx); err != nil {
+	if err := errors.Join(d.pinPrograms(), d.adoptLinks(ctx)); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
 	return d, nil
@@ -126,6 +128,8 @@ func Spec(cfg Config) (*ebpf.CollectionSpec, error) {
 	set("cfg_vni", cfg.VNI != 0, cfg.VNI)
 	set("cfg_mark", cfg.Mark != 0, cfg.Mark)
 	set("cfg_netns_cookie", cfg.NetnsCookie != 0, cfg.NetnsCookie)
+	set("cfg_events_per_sec", cfg.EventsPerSec != 0, cfg.EventsPerSec)
+	set("cfg_events_per_sec", cfg.NoEvents, uint32(0))
 	set("cfg_masquerade", cfg.NoMasquerade, uint8(0))
 	set("cfg_snat", cfg.SNAT, uint8(1))
 	if cfg.NodePortMin != 0 {
@@ -209,7 +213,24 @@ func (d *Datapath) SetOverlay(ctx context.Context, ifindex int) error {
 			errs = append(errs, fmt.Errorf("replace program %s of cgroup %s: %w", h.program, d.cgroup, err))
 		}
 	}
-	return errors.Join(append(errs, old.Close())...)
+	return errors.Join(append(errs, d.pinPrograms(), old.Close())...)
+}
+
+// pinPrograms pins what is run by others than the agent, in place of what an
+// earlier load has pinned.
+func (d *Datapath) pinPrograms() error {
+	path := filepath.Join(programsDir(d.cfg.BPFFS), maps.AskProgram)
+	next := path + "_new" // no dots on a bpffs
+	if err := os.Remove(next); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("remove what an earlier load left: %w", err)
+	}
+	if err := d.objs.Ask.Pin(next); err != nil {
+		return fmt.Errorf("pin program %s: %w", path, err)
+	}
+	if err := os.Rename(next, path); err != nil {
+		return fmt.Errorf("replace pinned program: %w", err)
+	}
+	return nil
 }
 
 // Close closes the handles. Pinned programs and maps stay: traffic goes on.
@@ -295,7 +316,7 @@ func Cleanup(bpffs string) error {
 	if _, err := os.Stat(bpffs); errors.Is(err, os.ErrNotExist) {
 		return removeFilters()
 	}
-	for _, dir := range []string{linksDir(bpffs), callsDir(bpffs), mapsDir(bpffs)} {
+	for _, dir := range []string{linksDir(bpffs), programsDir(bpffs), callsDir(bpffs), mapsDir(bpffs)} {
 		entries, err := os.ReadDir(dir)
 		if err != nil && !errors.Is(err, os.ErrNotExist) {
 			errs = append(errs, fmt.Errorf("list %s: %w", dir, err))
@@ -331,8 +352,9 @@ func detachPinned(path string) error {
 	return nil
 }
 
-func mapsDir(bpffs string) string  { return filepath.Join(bpffs, "maps") }
-func linksDir(bpffs string) string { return filepath.Join(bpffs, "links") }
+func mapsDir(bpffs string) string     { return filepath.Join(bpffs, "maps") }
+func linksDir(bpffs string) string    { return filepath.Join(bpffs, "links") }
+func programsDir(bpffs string) string { return filepath.Join(bpffs, "programs") }
 
 // Prepare makes the pin folder, or says why nothing can be pinned there.
 func Prepare(bpffs string) error {

@@ -35,6 +35,7 @@ type Set struct {
 	SockRev       Map[uint64, SockAsked] // by socket cookie
 	Churn         *Churn
 	Metrics       *Metrics
+	Events        *Events // of [NewSet] alone: nobody else may read them
 }
 
 // NewSet wraps the maps of a loaded collection, which keeps owning them.
@@ -61,6 +62,7 @@ func NewSet(o *bpf.DpMaps) Set {
 		SockRev:       Wrap[uint64, SockAsked](o.PwSockRev, bpf.DpMapPwSockRev),
 		Churn:         NewChurn(o.PwChurn),
 		Metrics:       NewMetrics(o.PwMetrics),
+		Events:        NewEvents(o.PwEvents),
 	}
 }
 
@@ -121,5 +123,5 @@ func (s Set) Close() error {
 		s.Backends.Close(), s.Endpoints.Close(), s.Addrs.Close(), s.Prefixes.Close(), s.Nodes.Close(),
 		s.NodeIDs.Close(), s.Policy.Close(), s.PortClass.Close(),
 		s.BackendStates.Close(), s.Maglev.Close(), s.Affinity.Close(), s.AffinityIn.Close(), s.SrcRanges.Close(),
-		s.DevAddrs.Close(), s.SockRev.Close(), s.Churn.Close(), s.Metrics.Close())
+		s.DevAddrs.Close(), s.SockRev.Close(), s.Churn.Close(), s.Metrics.Close(), s.Events.Close())
 }

@@ -11,6 +11,8 @@ import (
 // Keys and values; see bpf/types.h for the meaning of every field.
 type (
 	Addr            = bpf.DpPwAddr
+	Ask             = bpf.DpPwAsk
+	AskHalf         = bpf.DpPwAskHalf
 	Backend         = bpf.DpPwBackend
 	BackendKey      = bpf.DpPwBackendKey
 	ChurnCount      = bpf.DpPwChurnCount
@@ -18,6 +20,7 @@ type (
 	Endpoint        = bpf.DpPwEndpoint
 	Flow            = bpf.DpPwFlow
 	FlowKey         = bpf.DpPwFlowKey
+	Event           = bpf.DpPwEvent
 	GenRef          = bpf.DpPwGenRef
 	Node            = bpf.DpPwNode
 	Peer            = bpf.DpPwPeer
@@ -37,6 +40,12 @@ type (
 	SockAsked       = bpf.DpPwSockAsked
 	Reason          = bpf.DpPwReason
 	Hook            = bpf.DpPwHook
+)
+
+// Reasons of denials by policy.
+const (
+	ReasonPolicyEgress  = Reason(bpf.DpPwReasonPW_DROP_POLICY_EGRESS)
+	ReasonPolicyIngress = Reason(bpf.DpPwReasonPW_DROP_POLICY_INGRESS)
 )
 
 // Identities that always exist (enum pw_identity).
@@ -68,6 +77,15 @@ const (
 
 	VerdictAllow = uint8(bpf.DpPwVerdictPW_VERDICT_ALLOW)
 	VerdictDeny  = uint8(bpf.DpPwVerdictPW_VERDICT_DENY)
+)
+
+// Kinds of a [Place] (enum pw_place_kind).
+const (
+	PlaceNone = uint8(bpf.DpPwPlaceKindPW_PLACE_NONE)
+	PlacePod  = uint8(bpf.DpPwPlaceKindPW_PLACE_POD)
+	PlaceNode = uint8(bpf.DpPwPlaceKindPW_PLACE_NODE)
+	PlaceWire = uint8(bpf.DpPwPlaceKindPW_PLACE_WIRE)
+	PlaceHost = uint8(bpf.DpPwPlaceKindPW_PLACE_HOST)
 )
 
 // Flags of a [Node] (enum pw_node_flags).

@@ -147,6 +147,10 @@ func loadAs(cfg loader.Config, change func(*ebpf.CollectionSpec)) (*datapath, er
 	if err := spec.Variables["cfg_errors_per_sec"].Set(uint32(0)); err != nil {
 		return nil, fmt.Errorf("set the limit of errors: %w", err)
 	}
+	// Nobody reads them; see TestEvents.
+	if err := spec.Variables["cfg_events_per_sec"].Set(uint32(0)); err != nil {
+		return nil, fmt.Errorf("switch events off: %w", err)
+	}
 	change(spec)
 	opts := &ebpf.CollectionOptions{Programs: ebpf.ProgramOptions{LogLevel: ebpf.LogLevelStats}}
 	if err := spec.LoadAndAssign(&d.objs, opts); err != nil {

@@ -19,6 +19,8 @@ func TestPolicy(t *testing.T) {
 	w.run("P6 P7 P13 services", (*world).services)
 	w.run("P9 new pods", (*world).newPods)
 	w.run("P10 reuse", (*world).reuse)
+	w.run("answers to questions", (*world).asks)
+	w.run("denials are told of", (*world).tells)
 	w.run("P11 changes", (*world).changes)
 	w.run("P11 unrelated changes", (*world).unrelated)
 	w.run("P16 selectors", (*world).selectors)

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"path/filepath"
+	"time"
 
 	"github.com/cilium/ebpf"
 
@@ -171,9 +173,43 @@ func (w *world) checkPolicy(v6 bool) error {
 		// The same way, so that the one before has arrived when it returns.
 		return w.client.udpEcho(netip.AddrPortFrom(w.local.ip(v6), podPort), 1, 64)
 	})
-	return errors.Join(err, m.Endpoints.Put(addr, open), w.a.bump(w.local.slot),
+	return errors.Join(err, w.a.do(func() error { return w.explained(v6) }), m.Endpoints.Put(addr, open), w.a.bump(w.local.slot),
 		grown.want(1, bpf.DpPwReasonPW_DROP_POLICY_INGRESS, fromPod, v6),
 		grown.want(2, bpf.DpPwReasonPW_FWD_LOCAL, fromPod, v6))
+}
+
+// explained: the denial was told of, and a question has it for an answer.
+func (w *world) explained(v6 bool) error {
+	asker, err := maps.OpenAsker(filepath.Join(w.a.bpffs, "programs"))
+	if err != nil {
+		return err
+	}
+	defer asker.Close()
+	key := maps.FlowKey{Src: maps.ToAddr(w.client.ip(v6)), Dst: maps.ToAddr(w.local.ip(v6)), Proto: maps.ProtoUDP}
+	for port, want := range map[uint16]maps.AskHalf{
+		denied:  {Table: 7, Identity: maps.IdentityPod, Verdict: maps.VerdictDeny},
+		podPort: {Table: 7, Identity: maps.IdentityPod, Verdict: maps.VerdictAllow, Rule: 1},
+	} {
+		key.Dport = port
+		if got, err := asker.Ask(maps.Ask{Key: key}); err != nil || got.Ingress != want {
+			return errors.Join(err, fmt.Errorf("asked about port %d: %+v, want %+v", port, got, want))
+		}
+	}
+	events, err := w.a.maps().Events.Open()
+	if err != nil {
+		return err
+	}
+	defer events.Close()
+	events.SetDeadline(time.Now())
+	for {
+		ev, err := events.Read()
+		if err != nil {
+			return fmt.Errorf("of the denial nobody was told: %w", err)
+		}
+		if ev.Reason == uint32(maps.ReasonPolicyIngress) && ev.Key.Src == key.Src && ev.Dst == key.Dst && ev.Dport == denied && ev.Table == 7 {
+			return nil
+		}
+	}
 }
 
 // checkStale moves a generation under an established flow.

@@ -42,6 +42,10 @@ func mapsHaveBTF(dir string) error {
 		if err != nil {
 			return fmt.Errorf("map %s: %w", e.Name(), err)
 		}
+		if m.Type() == ebpf.RingBuf {
+			m.Close()
+			continue // it has neither keys nor values
+		}
 		info, err := m.Info()
 		m.Close()
 		if err != nil {
