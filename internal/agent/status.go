@@ -1,6 +1,7 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net/netip"
@@ -8,8 +9,6 @@ import (
 	"sort"
 	"strings"
 	"time"
-
-	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/podweir/podweir/internal/api"
 	"github.com/podweir/podweir/internal/endpoint"
@@ -139,12 +138,12 @@ func (a *Agent) Policy(ctx context.Context) (api.Policy, error) {
 	err := a.do(ctx, func() {
 		p := a.world.in.policy
 		for n, r := range p.Rules {
-			out.Rules[n] = api.Rule{Namespace: r.Namespace, Name: r.Policy, Direction: r.Direction.String(), Index: r.Index}
+			out.Rules[n] = apiRule(r)
 		}
 		for name, ep := range p.Endpoints {
 			e := api.PolicyEndpoint{
 				Namespace: name.Namespace, Pod: name.Name, Addrs: a.world.local.addrs[name],
-				Ingress: ep.In, Egress: ep.Out, Policies: policyNames(name, ep),
+				Ingress: ep.In, Egress: ep.Out, Policies: policyNames(ep),
 			}
 			if len(e.Addrs) > 0 {
 				e.Identity = p.Addrs[e.Addrs[0]]
@@ -161,16 +160,25 @@ func (a *Agent) Policy(ctx context.Context) (api.Policy, error) {
 	return out, err
 }
 
-func policyNames(pod types.NamespacedName, ep policy.Endpoint) []string {
-	names := []string{}
-	for _, list := range [][]string{ep.InPolicies, ep.OutPolicies} {
-		for _, n := range list {
-			if full := pod.Namespace + "/" + n; !slices.Contains(names, full) {
-				names = append(names, full)
-			}
-		}
+func apiRule(r policy.RuleRef) api.Rule {
+	out := api.Rule{Namespace: r.Namespace, Name: r.PolicyRef.Name, Direction: r.Direction.String(), Index: r.Index, RuleName: r.Name}
+	if r.Tier != policy.TierNetworkPolicy {
+		out.Tier = r.Tier.String()
 	}
-	sort.Strings(names)
+	return out
+}
+
+// policyNames are the policies about a pod, NetworkPolicies first.
+func policyNames(ep policy.Endpoint) []string {
+	refs := slices.Concat(ep.InPolicies, ep.OutPolicies)
+	slices.SortFunc(refs, func(a, b policy.PolicyRef) int {
+		namespaced := func(r policy.PolicyRef) int { return min(1, len(r.Namespace)) }
+		return cmp.Or(namespaced(b)-namespaced(a), cmp.Compare(a.String(), b.String()))
+	})
+	names := []string{}
+	for _, r := range slices.Compact(refs) {
+		names = append(names, r.String())
+	}
 	return names
 }
 

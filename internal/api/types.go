@@ -170,6 +170,9 @@ type Policy struct {
 
 // Rule is one rule of a policy.
 type Rule struct {
+	// Tier of a ClusterNetworkPolicy, "Admin" or "Baseline"; none: a
+	// NetworkPolicy.
+	Tier      string `json:"tier,omitempty"`
 	Namespace string `json:"namespace"`
 	Name      string `json:"name"`
 	// Direction is "ingress" or "egress".
@@ -177,6 +180,8 @@ type Rule struct {
 	// Index counts the rules of the direction from 0; -1 stands for no rule
 	// of a policy (a node reaching its own pods).
 	Index int `json:"index"`
+	// RuleName is what a ClusterNetworkPolicy calls the rule, if it does.
+	RuleName string `json:"ruleName,omitempty"`
 }
 
 // PolicyEndpoint is what policy makes of a pod of this node.
@@ -189,7 +194,8 @@ type PolicyEndpoint struct {
 	// Ingress and Egress are table ids; 0 = not isolated.
 	Ingress uint32 `json:"ingress"`
 	Egress  uint32 `json:"egress"`
-	// Policies that select the pod, as namespace/name.
+	// Policies that are about the pod: namespace/name, or
+	// "ClusterNetworkPolicy name (tier)".
 	Policies []string `json:"policies"`
 }
 
