@@ -29,10 +29,26 @@ func parseClusterPolicies(list []*v1beta1.ClusterNetworkPolicy, problems *[]Prob
 	return out
 }
 
+// CheckCluster returns what is wrong with an object that is not in force yet,
+// as the API server would: what it accepts and we do not support is not.
+func CheckCluster(cnp *v1beta1.ClusterNetworkPolicy) []Problem {
+	var problems []Problem
+	parser{object: "ClusterNetworkPolicy " + cnp.Name, problems: &problems, checking: true}.clusterPolicy(cnp)
+	return problems
+}
+
+// consequence is a problem with what becomes of it.
+func (p parser) consequence(field, reason, consequence string) {
+	if !p.checking {
+		reason += "; " + consequence
+	}
+	p.problem(field, "%s", reason)
+}
+
 func (p parser) clusterPolicy(cnp *v1beta1.ClusterNetworkPolicy) *policy {
 	pol := &policy{name: cnp.Name}
 	if n := cnp.Spec.Priority; n < 0 || n > 1000 {
-		p.problem("spec.priority", "%d is not in 0-1000; taken as it stands", n)
+		p.consequence("spec.priority", fmt.Sprintf("%d is not in 0-1000", n), "taken as it stands")
 	}
 	for i, r := range cnp.Spec.Ingress {
 		peers := make([]v1beta1.ClusterNetworkPolicyEgressPeer, len(r.From))
@@ -56,7 +72,7 @@ func (p parser) clusterPolicy(cnp *v1beta1.ClusterNetworkPolicy) *policy {
 	case v1beta1.BaselineTier:
 		pol.tier = TierBaseline
 	default:
-		p.problem("spec.tier", "%q is neither Admin nor Baseline; %s, in tier Admin", cnp.Spec.Tier, closedReading)
+		p.consequence("spec.tier", fmt.Sprintf("%q is neither Admin nor Baseline", cnp.Spec.Tier), closedReading+", in tier Admin")
 		known = false
 	}
 	if !p.subject(pol, &cnp.Spec.Subject) {
@@ -79,7 +95,7 @@ func (p parser) subject(pol *policy, s *v1beta1.ClusterNetworkPolicySubject) boo
 	read := func(field string, sel *metav1.LabelSelector) labels.Selector {
 		out, err := selector(sel)
 		if err != nil {
-			p.problem("spec.subject."+field, "%v; every value is taken to match, and %s", err, closedReading)
+			p.consequence("spec.subject."+field, err.Error(), "every value is taken to match, and "+closedReading)
 			ok = false
 			return labels.Everything()
 		}
@@ -92,7 +108,8 @@ func (p parser) subject(pol *policy, s *v1beta1.ClusterNetworkPolicySubject) boo
 		pol.selects = podPeer("", read("pods.namespaceSelector", &s.Pods.NamespaceSelector),
 			read("pods.podSelector", &s.Pods.PodSelector))
 	default:
-		p.problem("spec.subject", "needs namespaces or pods, one of them and nothing newer; every pod of the cluster is selected, and %s", closedReading)
+		p.consequence("spec.subject", "is not one of namespaces and pods: both, neither, or of a later version of the API",
+			"every pod of the cluster is selected, and "+closedReading)
 		pol.selects = podPeer("", labels.Everything(), labels.Everything())
 		ok = false
 	}
@@ -118,7 +135,7 @@ func (p parser) clusterRule(field, peersField string, index int, name string, ac
 	}
 	good := true
 	bad := func(field, format string, args ...any) {
-		p.problem(field, "%s; %s", fmt.Sprintf(format, args...), consequence)
+		p.consequence(field, fmt.Sprintf(format, args...), consequence)
 		good = false
 	}
 	switch action {
@@ -132,7 +149,7 @@ func (p parser) clusterRule(field, peersField string, index int, name string, ac
 	pods := true
 	for i := range peers {
 		at := fmt.Sprintf("%s.%s[%d]", field, peersField, i)
-		list, isPods := clusterPeer(at, &peers[i], bad)
+		list, isPods := p.clusterPeer(at, &peers[i], bad)
 		r.peers = append(r.peers, list...)
 		pods = pods && isPods
 	}
@@ -150,7 +167,7 @@ func (p parser) clusterRule(field, peersField string, index int, name string, ac
 }
 
 // clusterPeer returns the peers that one stands for, and whether it is pods.
-func clusterPeer(field string, cp *v1beta1.ClusterNetworkPolicyEgressPeer, bad func(field, format string, args ...any)) (list []*peer, pods bool) {
+func (p parser) clusterPeer(field string, cp *v1beta1.ClusterNetworkPolicyEgressPeer, bad func(field, format string, args ...any)) (list []*peer, pods bool) {
 	read := func(field string, sel *metav1.LabelSelector) labels.Selector {
 		out, err := selector(sel)
 		if err != nil {
@@ -188,6 +205,9 @@ func clusterPeer(field string, cp *v1beta1.ClusterNetworkPolicyEgressPeer, bad f
 	}
 	if len(cp.DomainNames) > 0 {
 		set++
+		if p.checking {
+			return list, false
+		}
 		bad(field+".domainNames", "is not supported, names are not looked up; use networks")
 	}
 	switch {

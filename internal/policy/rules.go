@@ -71,6 +71,7 @@ type portName struct {
 type parser struct {
 	object   string
 	problems *[]Problem
+	checking bool // the object is not in force yet: see CheckCluster
 }
 
 func (p parser) problem(field, format string, args ...any) {
