@@ -19,7 +19,7 @@ func clusterPolicies(t testing.TB, specs ...string) []*cnp {
 	var out []*cnp
 	for i, spec := range specs {
 		p := &cnp{}
-		p.Name = string(rune('a' + i))
+		p.Name = string(rune('a'+i%26)) + strings.Repeat("z", i/26)
 		if err := yaml.UnmarshalStrict([]byte(spec), &p.Spec); err != nil {
 			t.Fatalf("policy %s: %v", p.Name, err)
 		}
