@@ -5,6 +5,7 @@
  */
 #include "answer.h"
 #include "mss.h"
+#include "policy.h"
 
 char _license[] SEC("license") = "Dual BSD/GPL";
 
@@ -44,4 +45,38 @@ int part_clamp_mss(struct __sk_buff *skb)
 	if (pw_parse(skb, &p))
 		return PW_NEXT;
 	return pw_clamp_mss(skb, &p, cfg_mtu);
+}
+
+#define PART_QUESTIONS_AT 16 /* behind what stands for an Ethernet header */
+#define PART_QUESTIONS_MAX 256
+
+/* A question about a verdict; rule and verdict are for the answer. */
+struct part_question {
+	__u32 table;
+	__u32 identity;
+	__u32 rule;
+	__u16 port;
+	__u8 proto;
+	__u8 verdict;
+};
+PW_ASSERT_SIZE(struct part_question, 16);
+
+static long part_answer(__u32 i, struct __sk_buff **skb)
+{
+	__u32 at = PART_QUESTIONS_AT + i * sizeof(struct part_question);
+	struct part_question q;
+
+	if (bpf_skb_load_bytes(*skb, at, &q, sizeof(q)))
+		return 1;
+	q.rule = 0;
+	q.verdict = pw_policy_verdict(q.table, q.identity, q.proto, q.port, &q.rule);
+	return bpf_skb_store_bytes(*skb, at, &q, sizeof(q), 0) != 0;
+}
+
+/* Answers the questions that a packet consists of. */
+SEC("tc")
+int part_verdicts(struct __sk_buff *skb)
+{
+	bpf_loop(PART_QUESTIONS_MAX, part_answer, &skb, 0);
+	return PW_NEXT;
 }

@@ -29,6 +29,7 @@ const volatile enum pw_identity pw_btf_identity = PW_ID_UNKNOWN;
 const volatile enum pw_peer_flags pw_btf_peer = PW_PEER_POD;
 const volatile enum pw_node_flags pw_btf_node = PW_NODE_DIRECT;
 const volatile enum pw_policy_kind pw_btf_policy = PW_POL_PORT;
+const volatile enum pw_table_flags pw_btf_table = PW_TABLE_DEFAULT;
 const volatile enum pw_churn_row pw_btf_churn = PW_CHURN_COUNTED;
 const volatile enum pw_backend_state pw_btf_backend = PW_BE_IN;
 /* So does a struct that is no map's key or value. */

@@ -1,5 +1,9 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* The compiled verdict: at most three hash probes, whatever the rules. */
+/*
+ * The compiled verdict: at most three hash probes, whatever the rules, and one
+ * more where a ClusterNetworkPolicy is about the pod and no entry about the
+ * peer.
+ */
 #ifndef PW_POLICY_H
 #define PW_POLICY_H
 
@@ -14,7 +18,8 @@ static __always_inline int pw_has_ports(__u8 proto)
 /*
  * May a peer of this identity use proto and port (the destination's, after
  * translation) under this table? Returns enum pw_verdict; *rule names the
- * rule, 0 when none matched. Table 0 = not isolated.
+ * rule, 0 when none matched. Table 0 = not isolated. Who has no identity is
+ * not let in by a default.
  */
 static __always_inline int pw_policy_verdict(__u32 table, __u32 identity, __u8 proto, __u16 port,
 					     __u32 *rule)
@@ -42,6 +47,11 @@ static __always_inline int pw_policy_verdict(__u32 table, __u32 identity, __u8 p
 		k.proto = 0;
 		k.port = 0;
 		k.kind = PW_POL_ANY;
+		e = bpf_map_lookup_elem(&pw_policy, &k);
+	}
+	if (!e && table & PW_TABLE_DEFAULT && identity != PW_ID_UNKNOWN) {
+		k.identity = 0;
+		k.kind = PW_POL_DEFAULT;
 		e = bpf_map_lookup_elem(&pw_policy, &k);
 	}
 	if (!e)

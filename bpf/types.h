@@ -459,12 +459,19 @@ enum pw_policy_kind {
 	PW_POL_PORT = 0, /* port is a port number */
 	PW_POL_CLASS = 1, /* port is a class from pw_port_class */
 	PW_POL_ANY = 2, /* any protocol and port: proto and port are 0 */
+	PW_POL_DEFAULT = 3, /* any peer too: identity, proto and port are 0 */
+};
+
+/* Parts of a table's number. */
+enum pw_table_flags {
+	PW_TABLE_DEFAULT = 1 << 30, /* it has an entry of the kind DEFAULT */
 };
 
 /*
- * A compiled verdict. Probed in the order PORT, CLASS, ANY; the first that
- * exists is the answer; none = denied (a table exists only for a pod that is
- * isolated in that direction).
+ * A compiled verdict. Probed in the order PORT, CLASS, ANY and, in a table
+ * whose number says so, DEFAULT; the first that exists is the answer; none =
+ * denied (a table exists only for a pod that some policy is about in that
+ * direction).
  */
 struct pw_policy_key {
 	__u32 table;
@@ -476,7 +483,7 @@ struct pw_policy_key {
 PW_ASSERT_SIZE(struct pw_policy_key, 12);
 
 struct pw_policy_entry {
-	__u32 rule; /* reference into the agent's rule list, never 0 */
+	__u32 rule; /* reference into the agent's rule list; 0: no rule decided */
 	__u8 verdict; /* enum pw_verdict */
 	__u8 pad[3];
 };

@@ -258,6 +258,8 @@ func (a *Agent) Run(ctx context.Context) error {
 			a.watch.namespaces, a.dirty.peers = nil, true
 		case <-a.watch.policies:
 			a.watch.policies, a.dirty.peers = nil, true
+		case <-a.watch.clusterPolicies:
+			a.watch.clusterPolicies, a.dirty.peers = nil, true
 		case <-a.watch.cidrs:
 			a.watch.cidrs, a.dirty.peers = nil, true
 		case <-a.watch.services:
@@ -300,7 +302,7 @@ const (
 // watches are the channels that close when a table changes; nil = it has,
 // and the next round reads the table.
 type watches struct {
-	nodes, pods, namespaces, policies, cidrs, services, slices <-chan struct{}
+	nodes, pods, namespaces, policies, clusterPolicies, cidrs, services, slices <-chan struct{}
 }
 
 func (a *Agent) serviceNode() service.Node {

@@ -165,7 +165,7 @@ func (a *Agent) describeEvent(ctx context.Context, ev maps.Event) (api.Event, er
 		Source:      a.eventEnd(ev.Key.Src, ev.Key.Sport),
 		Destination: a.eventEnd(ev.Key.Dst, ev.Key.Dport),
 		From:        maps.PlaceName(ev.From.Kind),
-		RuleID:      ev.Rule, Table: ev.Table,
+		RuleID:      ev.Rule, Table: ev.Table &^ maps.TableDefault,
 	}
 	if ev.From.Kind == maps.PlacePod {
 		out.Sender = a.podOnDevice(int(ev.From.Id))
@@ -204,8 +204,8 @@ func (a *Agent) explainDenial(out *api.Event) {
 	namespace, name, _ := strings.Cut(out.Denied.Pod, "/")
 	pod := types.NamespacedName{Namespace: namespace, Name: name}
 	ep := p.Endpoints[pod]
-	if out.Policies = policyNames(pod, ep.InPolicies); out.Denied.Direction == "egress" {
-		out.Policies = policyNames(pod, ep.OutPolicies)
+	if out.Policies = policyNames(isolating(ep.InPolicies)); out.Denied.Direction == "egress" {
+		out.Policies = policyNames(isolating(ep.OutPolicies))
 	}
 	out.Text = "isolated, no rule allows"
 	if len(out.Policies) > 0 {

@@ -93,13 +93,13 @@ func policyNamespaces(list []*corev1.Namespace) []policy.Namespace {
 	return out
 }
 
-// policyNodes has every address of every node; this node with those of its
+// policyNodes has every address of every node; of this node those of its
 // devices too.
 func policyNodes(list []*corev1.Node, self string, hostAddrs []netip.Addr) []policy.Node {
 	out := make([]policy.Node, 0, len(list)+1)
 	seen := false
 	for _, n := range list {
-		pn := policy.Node{Name: n.Name, Self: n.Name == self}
+		pn := policy.Node{Name: n.Name, Self: n.Name == self, Labels: n.Labels}
 		for _, a := range n.Status.Addresses {
 			if ip, err := netip.ParseAddr(a.Address); err == nil && !slices.Contains(pn.Addrs, ip.Unmap()) {
 				pn.Addrs = append(pn.Addrs, ip.Unmap())
@@ -107,21 +107,12 @@ func policyNodes(list []*corev1.Node, self string, hostAddrs []netip.Addr) []pol
 		}
 		if pn.Self {
 			seen = true
-			pn.Addrs = union(pn.Addrs, hostAddrs)
+			pn.Devices = hostAddrs
 		}
 		out = append(out, pn)
 	}
 	if !seen {
-		out = append(out, policy.Node{Name: self, Self: true, Addrs: hostAddrs})
+		out = append(out, policy.Node{Name: self, Self: true, Devices: hostAddrs})
 	}
 	return out
-}
-
-func union(a, b []netip.Addr) []netip.Addr {
-	for _, x := range b {
-		if !slices.Contains(a, x) {
-			a = append(a, x)
-		}
-	}
-	return a
 }

@@ -180,7 +180,7 @@ func (p *peers) apply(in peerInput) error {
 		}
 	}
 	p.policy.Desire(both)
-	note(p.policy.Upsert().Err())
+	note(p.upsertPolicy())
 	note(p.applyClasses(in.policy.PortClasses))
 
 	addrs, prefixes, endpoints := p.compilePeers(in, nodes)
@@ -209,7 +209,7 @@ func (p *peers) apply(in peerInput) error {
 
 	// What nothing refers to any more.
 	p.policy.Desire(tables)
-	note(p.policy.Prune().Err())
+	note(p.prunePolicy())
 	note(p.nodeIDs.Prune().Err())
 	note(p.nodes.Prune().Err())
 	names := make(map[string]bool, len(nodes))
@@ -219,6 +219,39 @@ func (p *peers) apply(in peerInput) error {
 	p.ids.retain(names)
 	p.state = in.policy.State
 	return errors.Join(errs...)
+}
+
+// isDenial tells the entries of pw_policy that close from those that open.
+func isDenial(_ maps.PolicyKey, e maps.PolicyEntry) bool { return e.Verdict != maps.VerdictAllow }
+
+// upsertPolicy writes denials before what they narrow. A table that lacks one
+// of its denials (the map is full) allows nothing: a table in use, which the
+// transitional denials are for, loses what it allowed.
+func (p *peers) upsertPolicy() error {
+	denials := p.policy.UpsertIf(isDenial)
+	short := make(map[uint32]bool)
+	for k := range p.policy.Failed() {
+		if e, ok := p.policy.Desired(k); ok && isDenial(k, e) {
+			short[k.Table] = true
+		}
+	}
+	if len(short) == 0 {
+		return errors.Join(denials.Err(), p.policy.Upsert().Err())
+	}
+	opens := func(k maps.PolicyKey, e maps.PolicyEntry) bool { return short[k.Table] && !isDenial(k, e) }
+	for k, e := range p.policy.All() {
+		if opens(k, e) {
+			p.policy.Delete(k)
+		}
+	}
+	return errors.Join(denials.Err(), p.policy.PruneIf(opens).Err(),
+		p.policy.UpsertIf(func(k maps.PolicyKey, e maps.PolicyEntry) bool { return !opens(k, e) }).Err())
+}
+
+// prunePolicy removes what opens before what closes.
+func (p *peers) prunePolicy() error {
+	opens := p.policy.PruneIf(func(k maps.PolicyKey, e maps.PolicyEntry) bool { return !isDenial(k, e) })
+	return errors.Join(opens.Err(), p.policy.Prune().Err())
 }
 
 // applyEarly gives the passing identities, then the endpoints their tables.

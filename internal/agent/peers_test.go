@@ -13,6 +13,7 @@ import (
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 
 	"github.com/podweir/podweir/internal/endpoint"
 	"github.com/podweir/podweir/internal/maps"
@@ -32,6 +33,8 @@ type peerBench struct {
 	policies  []*networkingv1.NetworkPolicy
 	endpoints map[string]endpoint.Endpoint // by pod name
 	last      peerInput
+
+	clusterPolicies []*v1beta1.ClusterNetworkPolicy
 }
 
 func newPeerBench(t *testing.T) *peerBench {
@@ -111,6 +114,14 @@ func (b *peerBench) restart() {
 
 func (b *peerBench) apply() error {
 	b.t.Helper()
+	b.compile()
+	b.lines = nil
+	b.check = b.whole
+	return b.p.apply(b.last)
+}
+
+func (b *peerBench) compile() {
+	b.t.Helper()
 	eps := newEndpoints()
 	var list []endpoint.Endpoint
 	for _, ep := range b.endpoints {
@@ -145,11 +156,10 @@ func (b *peerBench) apply() error {
 			Namespaces: []policy.Namespace{{Name: "default"}},
 			Nodes:      policyNodes(b.nodes, "node-a", host),
 			Policies:   b.policies,
+
+			ClusterPolicies: b.clusterPolicies,
 		}, b.p.state),
 	}
-	b.lines = nil
-	b.check = b.whole
-	return b.p.apply(b.last)
 }
 
 func (b *peerBench) mustApply() {

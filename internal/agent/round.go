@@ -189,6 +189,8 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 	a.watch.namespaces = watch
 	policies, watch := a.tables.Policies.AllWatch(txn)
 	a.watch.policies = watch
+	clusterPolicies, watch := a.tables.ClusterPolicies.AllWatch(txn)
+	a.watch.clusterPolicies = watch
 	cidrs, watch := a.tables.ServiceCIDRs.AllWatch(txn)
 	a.watch.cidrs = watch
 	nodes, watch := a.tables.Nodes.AllWatch(txn)
@@ -214,6 +216,8 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 		Namespaces: policyNamespaces(collect(namespaces)),
 		Nodes:      policyNodes(collect(nodes), a.opt.NodeName, hostAddrs),
 		Policies:   collect(policies),
+
+		ClusterPolicies: collect(clusterPolicies),
 	}, a.peers.state)
 	w.in = peerInput{
 		self: a.opt.NodeName, selfAddr: w.self.Addr, vni: a.opt.VNI, mode: a.opt.Mode, ways: w.ways,

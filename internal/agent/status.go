@@ -1,6 +1,7 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net/netip"
@@ -10,7 +11,6 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/podweir/podweir/internal/api"
 	"github.com/podweir/podweir/internal/endpoint"
@@ -141,13 +141,13 @@ func (a *Agent) Policy(ctx context.Context) (api.Policy, error) {
 	err := a.do(ctx, func() {
 		p := a.world.in.policy
 		for n, r := range p.Rules {
-			out.Rules[n] = api.Rule{Namespace: r.Namespace, Name: r.Policy, Direction: r.Direction.String(), Index: r.Index, Text: r.String()}
+			out.Rules[n] = apiRule(r)
 		}
 		for name, ep := range p.Endpoints {
 			e := api.PolicyEndpoint{
 				Namespace: name.Namespace, Pod: name.Name, Addrs: a.world.local.addrs[name],
-				Ingress: ep.In, Egress: ep.Out, Policies: policyNames(name, ep.InPolicies, ep.OutPolicies),
-				IngressPolicies: policyNames(name, ep.InPolicies), EgressPolicies: policyNames(name, ep.OutPolicies),
+				Ingress: ep.In, Egress: ep.Out, Policies: policyNames(ep.InPolicies, ep.OutPolicies),
+				IngressPolicies: policyNames(isolating(ep.InPolicies)), EgressPolicies: policyNames(isolating(ep.OutPolicies)),
 			}
 			if len(e.Addrs) > 0 {
 				e.Identity = p.Addrs[e.Addrs[0]]
@@ -164,16 +164,35 @@ func (a *Agent) Policy(ctx context.Context) (api.Policy, error) {
 	return out, err
 }
 
-func policyNames(pod types.NamespacedName, lists ...[]string) []string {
-	names := []string{}
-	for _, list := range lists {
-		for _, n := range list {
-			if full := pod.Namespace + "/" + n; !slices.Contains(names, full) {
-				names = append(names, full)
-			}
+func apiRule(r policy.RuleRef) api.Rule {
+	out := api.Rule{Namespace: r.Namespace, Name: r.PolicyRef.Name, Direction: r.Direction.String(), Index: r.Index, RuleName: r.Name, Text: r.String()}
+	if r.Tier != policy.TierNetworkPolicy {
+		out.Tier = r.Tier.String()
+	}
+	return out
+}
+
+// isolating are those policies that deny what no rule allows.
+func isolating(refs []policy.PolicyRef) (out []policy.PolicyRef) {
+	for _, r := range refs {
+		if r.Tier == policy.TierNetworkPolicy {
+			out = append(out, r)
 		}
 	}
-	sort.Strings(names)
+	return out
+}
+
+// policyNames are the names of policies about a pod, NetworkPolicies first.
+func policyNames(lists ...[]policy.PolicyRef) []string {
+	refs := slices.Concat(lists...)
+	slices.SortFunc(refs, func(a, b policy.PolicyRef) int {
+		namespaced := func(r policy.PolicyRef) int { return min(1, len(r.Namespace)) }
+		return cmp.Or(namespaced(b)-namespaced(a), cmp.Compare(a.String(), b.String()))
+	})
+	names := []string{}
+	for _, r := range slices.Compact(refs) {
+		names = append(names, r.String())
+	}
 	return names
 }
 

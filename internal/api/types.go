@@ -172,6 +172,9 @@ type Policy struct {
 
 // Rule is one rule of a policy.
 type Rule struct {
+	// Tier of a ClusterNetworkPolicy, "Admin" or "Baseline"; none: a
+	// NetworkPolicy.
+	Tier      string `json:"tier,omitempty"`
 	Namespace string `json:"namespace"`
 	Name      string `json:"name"`
 	// Direction is "ingress" or "egress".
@@ -179,6 +182,8 @@ type Rule struct {
 	// Index counts the rules of the direction from 0; -1 stands for no rule
 	// of a policy (a node reaching its own pods).
 	Index int `json:"index"`
+	// RuleName is what a ClusterNetworkPolicy calls the rule, if it does.
+	RuleName string `json:"ruleName,omitempty"`
 	// Text is the rule as people write it: "default/web ingress[0]".
 	Text string `json:"text,omitempty"`
 }
@@ -260,8 +265,9 @@ type PolicyEndpoint struct {
 	// Ingress and Egress are table ids; 0 = not isolated.
 	Ingress uint32 `json:"ingress"`
 	Egress  uint32 `json:"egress"`
-	// Policies that select the pod, as namespace/name, and those of them
-	// that isolate it in one direction.
+	// Policies that are about the pod: namespace/name, or
+	// "ClusterNetworkPolicy name (tier)"; and the NetworkPolicies that isolate
+	// it in one direction: what no rule allows is denied.
 	Policies        []string `json:"policies"`
 	IngressPolicies []string `json:"ingressPolicies,omitempty"`
 	EgressPolicies  []string `json:"egressPolicies,omitempty"`

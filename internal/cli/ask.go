@@ -265,7 +265,7 @@ func (a *asker) half(h maps.AskHalf, end askEnd, direction string) halfView {
 	if h.Verdict == uint8(0) {
 		return halfView{}
 	}
-	v := halfView{Asked: true, Table: h.Table, Verdict: maps.VerdictName(h.Verdict), RuleID: h.Rule, Rule: a.n.rule(h.Rule)}
+	v := halfView{Asked: true, Table: h.Table &^ maps.TableDefault, Verdict: maps.VerdictName(h.Verdict), RuleID: h.Rule, Rule: a.n.rule(h.Rule)}
 	if h.Table == 0 {
 		v.Text = "not isolated"
 		return v

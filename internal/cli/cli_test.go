@@ -86,6 +86,7 @@ func TestGolden(t *testing.T) {
 		{"policy-pod", planMaps(), planAgent(), "policy default/local"},
 		{"policy-pod-wide", planMaps(), planAgent(), "policy default/local -o wide"},
 		{"policy-pod-json", planMaps(), planAgent(), "policy default/local -o json"},
+		{"policy-cluster", clusterMaps(), planAgent(), "policy default/local"},
 		{"policy-open", planMaps(), planAgent(), "policy fd00:10:244:50::65"},
 		{"policy-down", planMaps(), down, "policy 10.244.80.66"},
 		{"policy-down-name", planMaps(), down, "policy default/local"},

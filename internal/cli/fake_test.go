@@ -143,6 +143,18 @@ const (
 	placePod, placeNode, placeWire, placeHost            = 1, 2, 3, 4
 )
 
+// clusterMaps is planMaps with a ClusterNetworkPolicy about local's egress.
+func clusterMaps() *fakeMaps {
+	f := planMaps()
+	const table = 6 | maps.TableDefault
+	e := f.endpoints[a("10.244.80.66")]
+	e.PolicyOut = table
+	f.endpoints[a("10.244.80.66")] = e
+	f.policy[maps.PolicyKey{Table: table, Identity: 257, Port: 25, Proto: maps.ProtoTCP}] = maps.PolicyEntry{Rule: 9, Verdict: maps.VerdictDeny}
+	f.policy[maps.PolicyKey{Table: table, Kind: maps.PolicyDefault}] = maps.PolicyEntry{Verdict: maps.VerdictAllow}
+	return f
+}
+
 // planMaps is node a of the fixed plan with some traffic.
 func planMaps() *fakeMaps {
 	f := &fakeMaps{
@@ -394,6 +406,7 @@ func planAgent() fakeAgent {
 				1: {Direction: "ingress", Index: -1},
 				7: {Namespace: "default", Name: "allow-web", Direction: "ingress", Index: 0, Text: "default/allow-web ingress[0]"},
 				8: {Namespace: "default", Name: "allow-web", Direction: "ingress", Index: 1},
+				9: {Tier: "Admin", Name: "guard", Direction: "egress", Index: 0, RuleName: "no-mail"},
 			},
 			Endpoints: []api.PolicyEndpoint{{Namespace: "default", Pod: "local", Policies: []string{"default/allow-web", "default/deny-all"},
 				IngressPolicies: []string{"default/allow-web", "default/deny-all"}, EgressPolicies: []string{"default/deny-all"}}},

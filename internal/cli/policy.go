@@ -20,12 +20,14 @@ type podPolicyView struct {
 	Identity uint32       `json:"identity"`
 	Ingress  tableView    `json:"ingress"`
 	Egress   tableView    `json:"egress"`
-	// Policies that select the pod, as namespace/name; those of a direction
-	// stand with its table.
+	// Policies that are about the pod: namespace/name, or
+	// "ClusterNetworkPolicy name (tier)"; those that isolate it stand with the
+	// direction's table.
 	Policies []string `json:"policies,omitempty"`
 }
 
-// tableView is a policy table; 0 = not isolated, everything is allowed.
+// tableView is a policy table; 0 = no policy is about the pod, everything is
+// allowed.
 type tableView struct {
 	Table uint32 `json:"table"`
 	// Policies that isolate the pod in this direction.
@@ -102,10 +104,13 @@ func (v tableView) summary() string {
 	case v.Table == 0:
 		return "open"
 	case len(v.Entries) == 0:
-		return fmt.Sprintf("table %d: deny all", v.Table)
+		return fmt.Sprintf("table %d: deny all", v.number())
 	}
-	return fmt.Sprintf("table %d: %d entries", v.Table, len(v.Entries))
+	return fmt.Sprintf("table %d: %d entries", v.number(), len(v.Entries))
 }
+
+// number is the table's without the flag in it.
+func (v tableView) number() uint32 { return v.Table &^ maps.TableDefault }
 
 // printPod prints everything about one pod.
 func (s *session) printPod(p *podPolicyView) error {
@@ -124,10 +129,14 @@ func (s *session) printPod(p *podPolicyView) error {
 			_, _ = fmt.Fprintf(w, "\n%s: not isolated, everything is allowed\n", d.name)
 			continue
 		case len(d.table.Entries) == 0:
-			_, _ = fmt.Fprintf(w, "\n%s: %s, no rule allows anything (table %d)\n", d.name, isolated(d.table.Policies), d.table.Table)
+			_, _ = fmt.Fprintf(w, "\n%s: %s, no rule allows anything (table %d)\n", d.name, isolated(d.table.Policies), d.table.number())
 			continue
 		}
-		_, _ = fmt.Fprintf(w, "\n%s: %s, what is not listed is denied (table %d)\n", d.name, isolated(d.table.Policies), d.table.Table)
+		rest := isolated(d.table.Policies) + ", what is not listed is denied"
+		if d.table.Table&maps.TableDefault != 0 {
+			rest = "of several entries about a peer the narrowest counts"
+		}
+		_, _ = fmt.Fprintf(w, "\n%s: %s (table %d)\n", d.name, rest, d.table.number())
 		t := newTable("", d.peer, "MEMBERS", "PROTO", "PORTS", "VERDICT", "RULE", "+IDENTITY")
 		for _, e := range d.table.Entries {
 			t.add(e.Peer.Description, list(prefixTexts(e.Peer.Members), s.wide()), e.Protocol, e.Ports, e.Verdict,
@@ -233,7 +242,8 @@ func readTables(m Maps, n *names) (map[uint32][]policyView, error) {
 	out := map[uint32][]policyView{}
 	for table, ks := range keys {
 		slices.SortFunc(ks, func(a, b maps.PolicyKey) int {
-			return cmp.Or(cmp.Compare(a.Identity, b.Identity), cmp.Compare(a.Kind, b.Kind),
+			last := func(k maps.PolicyKey) int { return int(k.Kind / maps.PolicyDefault) }
+			return cmp.Or(last(a)-last(b), cmp.Compare(a.Identity, b.Identity), cmp.Compare(a.Kind, b.Kind),
 				cmp.Compare(a.Proto, b.Proto), cmp.Compare(a.Port, b.Port))
 		})
 		for _, k := range ks {
@@ -247,8 +257,12 @@ func readTables(m Maps, n *names) (map[uint32][]policyView, error) {
 					ports = fmt.Sprintf("class %d: no port", k.Port)
 				}
 			}
+			peer := peerView{k.Identity, n.identity(k.Identity), members[k.Identity]}
+			if k.Kind == maps.PolicyDefault {
+				peer.Description = "every other peer"
+			}
 			out[table] = append(out[table], policyView{
-				Peer:     peerView{k.Identity, n.identity(k.Identity), members[k.Identity]},
+				Peer:     peer,
 				Protocol: maps.ProtoName(k.Proto), Ports: ports,
 				Verdict: maps.VerdictName(e.Verdict), RuleID: e.Rule, Rule: n.rule(e.Rule),
 			})

@@ -129,7 +129,7 @@ func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource) {
 		}
 	}
 	s.mu.Lock()
-	f := formatOf(req, s.protobuf)
+	f := formatOf(req, s.protobuf && !r.custom)
 	meta := metav1.ListMeta{ResourceVersion: strconv.FormatUint(s.version, 10)}
 	objs := r.snapshot()[first:]
 	part := first == 0 && r.part > 0 && r.part < len(objs)
@@ -164,7 +164,7 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 		fmtStatus(w, apierrors.NewInvalid(r.gvk().GroupKind(), "", nil))
 		return
 	}
-	f := formatOf(req, s.protobuf)
+	f := formatOf(req, s.protobuf && !r.custom)
 	from := s.version
 	var first []event
 	if initial || rv == "" || rv == "0" {

@@ -18,6 +18,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 )
 
 // Resource names, as in the API's paths.
@@ -28,6 +29,7 @@ const (
 	Services        = "services"
 	EndpointSlices  = "endpointslices"
 	NetworkPolicies = "networkpolicies"
+	ClusterPolicies = "clusternetworkpolicies"
 	ServiceCIDRs    = "servicecidrs"
 )
 
@@ -54,6 +56,7 @@ type Server struct {
 // resource is the state of one kind.
 type resource struct {
 	apiVersion, kind string
+	custom           bool               // a custom resource: JSON alone
 	objects          map[string]*served // by namespace/name
 	log              []event
 	dropped          uint64 // newest version that is no longer in log
@@ -96,6 +99,7 @@ func Start(l net.Listener) *Server {
 		Services:        {apiVersion: "v1", kind: "Service"},
 		EndpointSlices:  {apiVersion: "discovery.k8s.io/v1", kind: "EndpointSlice"},
 		NetworkPolicies: {apiVersion: "networking.k8s.io/v1", kind: "NetworkPolicy"},
+		ClusterPolicies: {apiVersion: v1beta1.GroupVersion.String(), kind: "ClusterNetworkPolicy", custom: true},
 		ServiceCIDRs:    {apiVersion: "networking.k8s.io/v1", kind: "ServiceCIDR"},
 	} {
 		r.objects = map[string]*served{}
@@ -187,6 +191,8 @@ func resourceOf(o Object) string {
 		return EndpointSlices
 	case *networkingv1.NetworkPolicy:
 		return NetworkPolicies
+	case *v1beta1.ClusterNetworkPolicy:
+		return ClusterPolicies
 	case *networkingv1.ServiceCIDR:
 		return ServiceCIDRs
 	}
@@ -299,6 +305,18 @@ func (s *Server) Forget(resources ...string) {
 // that the server does not have.
 func (s *Server) Fail(status int, resources ...string) {
 	s.on(resources, func(r *resource) { r.fail = status })
+}
+
+// SetVersion has the server know a resource by another version alone.
+func (s *Server) SetVersion(apiVersion string, resources ...string) {
+	s.on(resources, func(r *resource) {
+		r.apiVersion = apiVersion
+		for key, o := range r.objects {
+			obj := o.obj.DeepCopyObject().(Object)
+			obj.GetObjectKind().SetGroupVersionKind(r.gvk())
+			r.objects[key] = &served{obj: obj}
+		}
+	})
 }
 
 // SetWatchList sets whether the server can stream lists; it can at first.

@@ -138,11 +138,11 @@ func (f *format) list(r *resource, objs []*served, at metav1.ListMeta) ([]byte, 
 func (s *Server) Encode() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	f := &jsonFormat
-	if s.protobuf {
-		f = &protobufFormat
-	}
 	for _, r := range s.resources {
+		f := &jsonFormat
+		if s.protobuf && !r.custom {
+			f = &protobufFormat
+		}
 		for _, o := range r.objects {
 			if _, err := o.encoded(f); err != nil {
 				return err

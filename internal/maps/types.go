@@ -71,9 +71,10 @@ const (
 
 // Kinds of a [PolicyKey] (enum pw_policy_kind) and verdicts (enum pw_verdict).
 const (
-	PolicyPort  = uint8(bpf.DpPwPolicyKindPW_POL_PORT)
-	PolicyClass = uint8(bpf.DpPwPolicyKindPW_POL_CLASS)
-	PolicyAny   = uint8(bpf.DpPwPolicyKindPW_POL_ANY)
+	PolicyPort    = uint8(bpf.DpPwPolicyKindPW_POL_PORT)
+	PolicyClass   = uint8(bpf.DpPwPolicyKindPW_POL_CLASS)
+	PolicyAny     = uint8(bpf.DpPwPolicyKindPW_POL_ANY)
+	PolicyDefault = uint8(bpf.DpPwPolicyKindPW_POL_DEFAULT)
 
 	VerdictAllow = uint8(bpf.DpPwVerdictPW_VERDICT_ALLOW)
 	VerdictDeny  = uint8(bpf.DpPwVerdictPW_VERDICT_DENY)
@@ -87,6 +88,10 @@ const (
 	PlaceWire = uint8(bpf.DpPwPlaceKindPW_PLACE_WIRE)
 	PlaceHost = uint8(bpf.DpPwPlaceKindPW_PLACE_HOST)
 )
+
+// TableDefault is set in the number of a table that has a [PolicyDefault]
+// entry (enum pw_table_flags).
+const TableDefault = uint32(bpf.DpPwTableFlagsPW_TABLE_DEFAULT)
 
 // Flags of a [Node] (enum pw_node_flags).
 const (

@@ -8,6 +8,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	networkingv1 "k8s.io/api/networking/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 
 	"github.com/podweir/podweir/internal/maps"
 )
@@ -18,11 +19,10 @@ type Input struct {
 	// completed. Names are unique. See [FromPod].
 	Pods []Pod
 	// Namespaces. The label kubernetes.io/metadata.name is implied.
-	Namespaces []Namespace
-	// Nodes with all addresses known of them; this node with all addresses
-	// of its devices.
-	Nodes    []Node
-	Policies []*networkingv1.NetworkPolicy
+	Namespaces      []Namespace
+	Nodes           []Node
+	Policies        []*networkingv1.NetworkPolicy
+	ClusterPolicies []*v1beta1.ClusterNetworkPolicy
 }
 
 // Pod is a pod that owns its addresses. When two pods claim one address, an
@@ -58,9 +58,14 @@ type Namespace struct {
 
 // Node is a node of the cluster.
 type Node struct {
-	Name  string
-	Self  bool // this node
+	Name   string
+	Self   bool // this node
+	Labels map[string]string
+	// Addrs are those in its status, by which policies select nodes.
 	Addrs []netip.Addr
+	// Devices are further addresses known of it: of this node, those of its
+	// devices.
+	Devices []netip.Addr
 }
 
 // Output is the compiled state. Maps in it are shared with State: read only.
@@ -74,13 +79,15 @@ type Output struct {
 	// ::ffff:0:0/96). No prefix: IdentityWorld. ::/0 may be in it, and is then
 	// accompanied by 0.0.0.0/0, since ::/0 covers both in the map.
 	Prefixes map[netip.Prefix]uint32
-	// Tables by number, keys complete with the table's number.
+	// Tables by number, keys complete with the table's number. Those with a
+	// default have maps.TableDefault in it.
 	Tables map[uint32]Table
 	// PortClasses, sorted, without class 0.
 	PortClasses []PortClass
 	// Endpoints has every pod with Local set and not on the host's network.
 	Endpoints map[types.NamespacedName]Endpoint
-	// Rules has what the rule numbers in Tables and Transitional stand for.
+	// Rules has what the rule numbers in Tables and Transitional stand for;
+	// 0 is no rule: what is left to the default, or isolated and not allowed.
 	Rules map[uint32]RuleRef
 
 	// Early and Transitional make the change from the previous output safe;
@@ -111,12 +118,48 @@ type PortClass struct {
 }
 
 // Endpoint is what the policies make of a local pod. In and Out are table
-// numbers, 0 = not isolated in that direction.
+// numbers, 0 = no policy is about the pod in that direction.
 type Endpoint struct {
 	In, Out uint32
-	// InPolicies and OutPolicies are the names (in the pod's namespace) of
-	// the policies that isolate the pod, sorted.
-	InPolicies, OutPolicies []string
+	// InPolicies and OutPolicies are about the pod, in the order in which
+	// they are asked.
+	InPolicies, OutPolicies []PolicyRef
+}
+
+// Tier is a tier of policies: each is asked before the next.
+type Tier uint8
+
+// Tiers.
+const (
+	TierAdmin Tier = iota
+	TierNetworkPolicy
+	TierBaseline
+
+	tierCount
+)
+
+func (t Tier) String() string {
+	switch t {
+	case TierAdmin:
+		return "Admin"
+	case TierBaseline:
+		return "Baseline"
+	}
+	return "NetworkPolicy"
+}
+
+// PolicyRef names a policy: a NetworkPolicy, or a ClusterNetworkPolicy, which
+// has no namespace, of another tier.
+type PolicyRef struct {
+	Tier            Tier
+	Namespace, Name string
+}
+
+func (p PolicyRef) String() string {
+	if p.Tier == TierNetworkPolicy {
+		return p.Namespace + "/" + p.Name
+	}
+	return fmt.Sprintf("ClusterNetworkPolicy %s (%s)", p.Name, p.Tier)
 }
 
 // Direction of traffic as the isolated pod sees it.
@@ -136,15 +179,20 @@ func (d Direction) String() string {
 }
 
 // RuleRef names the rule of a policy: Index counts within spec.ingress or
-// spec.egress.
+// spec.egress; Name is what a ClusterNetworkPolicy calls it, if it does.
 type RuleRef struct {
-	Namespace, Policy string
-	Direction         Direction
-	Index             int
+	PolicyRef
+	Direction Direction
+	Index     int
+	Name      string
 }
 
 func (r RuleRef) String() string {
-	return fmt.Sprintf("%s/%s %s[%d]", r.Namespace, r.Policy, r.Direction, r.Index)
+	s := fmt.Sprintf("%s %s[%d]", r.PolicyRef, r.Direction, r.Index)
+	if r.Name != "" {
+		s += fmt.Sprintf(" %q", r.Name)
+	}
+	return s
 }
 
 // Problem is a part of an object that makes no sense. It is an error.

@@ -54,6 +54,18 @@ func BenchmarkCompile(b *testing.B) {
 		})
 		run(b, in)
 	})
+	b.Run("default deny of the cluster and 50 exceptions", func(b *testing.B) {
+		in := many(10000, 100)
+		specs(b, in, 100, func(i int) string { // tell the pods apart
+			return fmt.Sprintf(`{podSelector: {matchLabels: {app: app0}}, ingress: [{from: [{podSelector: {matchLabels: {app: app%d}}}], ports: [{port: 80}]}]}`, 10*i)
+		})
+		list := []string{`{tier: Baseline, priority: 1000, subject: {namespaces: {}}, ingress: [{action: Deny, from: [{namespaces: {}}]}]}`}
+		for i := range 50 {
+			list = append(list, fmt.Sprintf(`{tier: Admin, priority: %d, subject: {namespaces: {}}, ingress: [{action: Accept, from: [{pods: {namespaceSelector: {}, podSelector: {matchLabels: {app: app%d}}}}], protocols: [{tcp: {destinationPort: {number: %d}}}]}]}`, i, 10*i, 8000+i))
+		}
+		in.ClusterPolicies = clusterPolicies(b, list...)
+		run(b, in)
+	})
 	b.Run("2000 blocks", func(b *testing.B) {
 		in := many(10000, 100)
 		specs(b, in, 1, func(int) string {

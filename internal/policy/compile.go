@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"net/netip"
+	"slices"
 
 	"k8s.io/apimachinery/pkg/types"
 
@@ -20,7 +21,9 @@ func Compile(in Input, prev *State) Output {
 	var out Output
 
 	owners := ownAddresses(in, &out.Problems)
-	policies := parsePolicies(in.Policies, &out.Problems)
+	policies := slices.Concat(parsePolicies(in.Policies, &out.Problems),
+		parseClusterPolicies(in.ClusterPolicies, &out.Problems))
+	nsLabels := namespaceLabels(in.Namespaces)
 
 	var local []*Pod
 	for i := range in.Pods {
@@ -28,17 +31,20 @@ func Compile(in Input, prev *State) Output {
 			local = append(local, p)
 		}
 	}
-	f := findInForce(local, policies, prev, st)
+	f := findInForce(local, policies, nsLabels, prev, st)
 	st.ports, st.nextClass = prev.ports.next(f.ranges, prev.nextClass)
 
-	ids := newIdentities(f, in.Namespaces, prev, st)
+	ids := newIdentities(f, nsLabels, prev, st)
 	st.prefixes = ids.prefixes()
 	st.addrs = make(map[netip.Addr]uint32, len(owners.order))
 	for _, a := range owners.order {
 		o := owners.of[a]
 		var class podClass
-		if o.pod != nil {
+		switch {
+		case o.pod != nil:
 			class = ids.class(o.pod)
+		case o.node != nil:
+			class = ids.nodeClass(o.node)
 		}
 		st.addrs[a] = ids.address(o.kind, class, a)
 	}
@@ -50,14 +56,14 @@ func Compile(in Input, prev *State) Output {
 	x := &expander{ids: ids, ports: st.ports, rule: func(r RuleRef) uint32 { return st.ruleNumber(prev, r) }}
 	for _, g := range f.groups {
 		n := st.number(prev, x.expand(g))
-		names := g.policyNames()
+		refs := g.policyRefs()
 		for _, p := range g.pods {
 			key := types.NamespacedName{Namespace: p.Namespace, Name: p.Name}
 			ep := out.Endpoints[key]
 			if g.direction == Ingress {
-				ep.In, ep.InPolicies = n, names
+				ep.In, ep.InPolicies = n, refs
 			} else {
-				ep.Out, ep.OutPolicies = n, names
+				ep.Out, ep.OutPolicies = n, refs
 			}
 			out.Endpoints[key] = ep
 		}
@@ -82,10 +88,12 @@ func Compile(in Input, prev *State) Output {
 	return out
 }
 
-// owner is who an address belongs to: a node, or a pod.
+// owner is who an address belongs to: a node, or a pod. The addresses of a
+// node's devices are its own, but no selector finds it by them.
 type owner struct {
 	kind uint32
 	pod  *Pod
+	node *Node
 }
 
 type owners struct {
@@ -102,15 +110,25 @@ func ownAddresses(in Input, problems *[]Problem) owners {
 		}
 		o.of[a] = w
 	}
-	for _, n := range in.Nodes {
-		kind := maps.IdentityRemoteNode
+	for i := range in.Nodes {
+		n := &in.Nodes[i]
+		w := owner{kind: maps.IdentityRemoteNode, node: n}
 		if n.Self {
-			kind = maps.IdentityHost
+			w.kind = maps.IdentityHost
 		}
-		for _, a := range n.Addrs {
+		own := func(a netip.Addr) {
 			a = a.Unmap().WithZone("")
 			if o.of[a].kind != maps.IdentityHost { // this node goes before others
-				set(a, owner{kind: kind})
+				set(a, w)
+			}
+		}
+		for _, a := range n.Addrs {
+			own(a)
+		}
+		w.node = nil
+		for _, a := range n.Devices {
+			if !slices.Contains(n.Addrs, a) {
+				own(a)
 			}
 		}
 	}
@@ -133,7 +151,7 @@ func ownAddresses(in Input, problems *[]Problem) owners {
 			default:
 				conflict(problems, w.pod, a, "pod "+p.Namespace+"/"+p.Name)
 			}
-			set(a, owner{maps.IdentityPod, p})
+			set(a, owner{kind: maps.IdentityPod, pod: p})
 		}
 	}
 	return o

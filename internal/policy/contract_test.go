@@ -1,6 +1,7 @@
 package policy_test
 
 import (
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -249,10 +250,10 @@ func TestRules(t *testing.T) {
 	d := load(&o, input)
 	ep := o.Endpoints[types.NamespacedName{Namespace: "default", Name: "local"}]
 	e := d.policy[maps.PolicyKey{Table: ep.In, Identity: maps.IdentityWorld, Port: 80, Proto: tcp, Kind: maps.PolicyPort}]
-	if got, want := o.Rules[e.Rule], (policy.RuleRef{Namespace: "default", Policy: "a", Direction: in, Index: 1}); e.Rule == 0 || got != want {
+	if got, want := o.Rules[e.Rule], (policy.RuleRef{PolicyRef: policy.PolicyRef{Tier: policy.TierNetworkPolicy, Namespace: "default", Name: "a"}, Direction: in, Index: 1}); e.Rule == 0 || got != want {
 		t.Errorf("rule %d is %v, want %v", e.Rule, got, want)
 	}
-	if !slices.Equal(ep.InPolicies, []string{"a", "b"}) || ep.OutPolicies != nil {
+	if got := fmt.Sprint(ep.InPolicies); got != "[default/a default/b]" || ep.OutPolicies != nil {
 		t.Errorf("policies of the endpoint: %v, %v", ep.InPolicies, ep.OutPolicies)
 	}
 	if client := o.Endpoints[types.NamespacedName{Namespace: "default", Name: "client"}]; client.In != ep.In || len(o.Tables) != 1 {

@@ -107,18 +107,27 @@ func (d *datapath) identity(a netip.Addr) uint32 {
 
 // allows answers for the endpoint with address self.
 func (d *datapath) allows(self netip.Addr, q question) bool {
+	return d.tables[self][q.dir] == 0 || d.entry(self, q).Verdict == maps.VerdictAllow
+}
+
+// entry finds the entry that answers; none is the empty one.
+func (d *datapath) entry(self netip.Addr, q question) maps.PolicyEntry {
 	table := d.tables[self][q.dir]
-	if table == 0 {
-		return true
+	identity := d.identity(q.peer)
+	probes := []maps.PolicyKey{
+		{Identity: identity, Proto: q.proto, Port: q.port, Kind: maps.PolicyPort},
+		{Identity: identity, Proto: q.proto, Port: d.class[q.port], Kind: maps.PolicyClass},
+		{Identity: identity, Kind: maps.PolicyAny},
+		{Kind: maps.PolicyDefault},
 	}
-	k := maps.PolicyKey{Table: table, Identity: d.identity(q.peer), Port: q.port, Proto: q.proto, Kind: maps.PolicyPort}
-	if e, ok := d.policy[k]; ok {
-		return e.Verdict == maps.VerdictAllow
+	for _, k := range probes {
+		k.Table = table
+		if k.Kind == maps.PolicyDefault && (table&maps.TableDefault == 0 || identity == maps.IdentityUnknown) {
+			break
+		}
+		if e, ok := d.policy[k]; ok {
+			return e
+		}
 	}
-	k.Port, k.Kind = d.class[q.port], maps.PolicyClass
-	if e, ok := d.policy[k]; ok {
-		return e.Verdict == maps.VerdictAllow
-	}
-	k.Port, k.Proto, k.Kind = 0, 0, maps.PolicyAny
-	return d.policy[k].Verdict == maps.VerdictAllow
+	return maps.PolicyEntry{}
 }

@@ -200,8 +200,10 @@ var nodeAddrs = []netip.Addr{netip.MustParseAddr("172.31.0.2"), netip.MustParseA
 
 func (g generator) input() *policy.Input {
 	in := &policy.Input{Nodes: []policy.Node{
-		{Name: "a", Self: true, Addrs: []netip.Addr{nodeAddrs[0], netip.MustParseAddr("fd00:31::2")}},
-		{Name: "b", Addrs: []netip.Addr{nodeAddrs[1]}},
+		{Name: "a", Self: true, Labels: g.labels(), Addrs: []netip.Addr{nodeAddrs[0], netip.MustParseAddr("fd00:31::2")}, Devices: []netip.Addr{
+			nodeAddrs[0], netip.MustParseAddr("172.31.0.9"),
+		}},
+		{Name: "b", Labels: g.labels(), Addrs: []netip.Addr{nodeAddrs[1]}},
 	}}
 	for _, n := range namespaceNames {
 		if g.chance(95) {
@@ -214,6 +216,11 @@ func (g generator) input() *policy.Input {
 	for n := range g.r.IntN(6) {
 		in.Policies = append(in.Policies, g.policy(pick(g, namespaceNames...), fmt.Sprintf("p%d", n)))
 	}
+	if g.chance(70) {
+		for n := range g.r.IntN(5) {
+			in.ClusterPolicies = append(in.ClusterPolicies, g.clusterPolicy(fmt.Sprintf("c%d", n)))
+		}
+	}
 	return in
 }
 
@@ -221,10 +228,14 @@ func (g generator) input() *policy.Input {
 func (g generator) mutate(in *policy.Input) *policy.Input {
 	n := &policy.Input{
 		Pods: slices.Clone(in.Pods), Namespaces: slices.Clone(in.Namespaces),
-		Nodes: in.Nodes, Policies: slices.Clone(in.Policies),
+		Nodes: slices.Clone(in.Nodes), Policies: slices.Clone(in.Policies), ClusterPolicies: slices.Clone(in.ClusterPolicies),
 	}
 	for range 1 + g.r.IntN(5) {
-		switch g.r.IntN(10) {
+		switch g.r.IntN(14) {
+		case 10, 11, 12:
+			g.mutateCluster(n)
+		case 13: // labels of a node
+			n.Nodes[g.r.IntN(len(n.Nodes))].Labels = g.labels()
 		case 0, 1: // labels of a pod
 			if i := len(n.Pods); i > 0 {
 				n.Pods[g.r.IntN(i)].Labels = g.labels()
@@ -329,7 +340,7 @@ func newSpace(ins ...*policy.Input) *space {
 	}
 	for _, in := range ins {
 		for _, n := range in.Nodes {
-			s.addrs = append(s.addrs, n.Addrs...)
+			s.addrs = append(s.addrs, slices.Concat(n.Addrs, n.Devices)...)
 		}
 		for _, p := range in.Pods {
 			s.addrs = append(s.addrs, p.Addrs...)

@@ -28,7 +28,7 @@ type identities struct {
 	blocksAt *lpm[[]uint32]
 
 	nsLabels map[string]labels.Set
-	nsPeers  map[string][]*peer // selector peers that may match in a namespace
+	nsPeers  map[string][]*peer // pods' peers that may match in a namespace
 	byLabels map[string]podClass
 }
 
@@ -38,12 +38,12 @@ type podClass struct {
 	named map[portName]uint16
 }
 
-func newIdentities(f *inForce, namespaces []Namespace, prev, st *State) *identities {
+func newIdentities(f *inForce, namespaces map[string]labels.Set, prev, st *State) *identities {
 	ids := &identities{
 		f: f, prev: prev, st: st,
 		bySig:    make(map[string]*identity),
 		members:  make(map[uint32][]*identity),
-		nsLabels: namespaceLabels(namespaces),
+		nsLabels: namespaces,
 		nsPeers:  make(map[string][]*peer),
 		byLabels: make(map[string]podClass),
 	}
@@ -149,6 +149,18 @@ func (ids *identities) class(pod *Pod) podClass {
 	return c
 }
 
+// nodeClass returns what its labels make of a node.
+func (ids *identities) nodeClass(n *Node) podClass {
+	var c podClass
+	for _, pr := range ids.f.peers {
+		if pr.nodes != nil && pr.nodes.Matches(labels.Set(n.Labels)) {
+			c.peers = append(c.peers, ids.f.number[pr.key])
+		}
+	}
+	slices.Sort(c.peers)
+	return c
+}
+
 // peersOf returns the selector peers that may match pods of the namespace.
 func (ids *identities) peersOf(namespace string) []*peer {
 	if list, ok := ids.nsPeers[namespace]; ok {
@@ -157,10 +169,7 @@ func (ids *identities) peersOf(namespace string) []*peer {
 	set, known := ids.nsLabels[namespace]
 	var list []*peer
 	for _, pr := range ids.f.peers {
-		switch {
-		case pr.block != nil:
-		case pr.nsSel == nil && pr.namespace == namespace,
-			pr.nsSel != nil && known && pr.nsSel.Matches(set):
+		if pr.podSel != nil && pr.inNamespace(namespace, set, known) {
 			list = append(list, pr)
 		}
 	}

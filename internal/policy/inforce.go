@@ -27,38 +27,84 @@ type inForce struct {
 // policies and with the same numbers behind the names of ports.
 type group struct {
 	direction Direction
-	policies  []*policy // by name
+	policies  []*policy // in the order in which they are asked
+	isolated  bool      // by NetworkPolicies
 	named     map[portName]uint16
 	pods      []*Pod
 }
 
-// policyNames returns the names of the group's policies.
-func (g *group) policyNames() []string {
-	out := make([]string, len(g.policies))
+// clustered says that there are ClusterNetworkPolicies among the policies.
+func (g *group) clustered() bool {
+	return slices.ContainsFunc(g.policies, func(p *policy) bool { return p.tier != TierNetworkPolicy })
+}
+
+// policyRefs names the group's policies.
+func (g *group) policyRefs() []PolicyRef {
+	out := make([]PolicyRef, len(g.policies))
 	for i, p := range g.policies {
-		out[i] = p.name
+		out[i] = p.ref()
+	}
+	return out
+}
+
+// choice is the policies to choose from for each pod.
+type choice struct {
+	tiers       [tierCount][]*policy // ClusterNetworkPolicies
+	byNamespace map[string][]*policy // NetworkPolicies
+	shut        map[*policy]*policy  // see policy.closed
+	nsLabels    map[string]labels.Set
+}
+
+// of returns the policies that select the pod, in the order in which they are
+// asked. Where the pod's namespace is not known yet, a ClusterNetworkPolicy
+// that may select it counts in its closed reading.
+func (c *choice) of(pod *Pod) []*policy {
+	var out []*policy
+	set, known := c.nsLabels[pod.Namespace]
+	for t := range tierCount {
+		if t == TierNetworkPolicy {
+			for _, p := range c.byNamespace[pod.Namespace] {
+				if p.selects.podSel.Matches(labels.Set(pod.Labels)) {
+					out = append(out, p)
+				}
+			}
+			continue
+		}
+		for _, p := range c.tiers[t] {
+			switch {
+			case !p.selects.podSel.Matches(labels.Set(pod.Labels)):
+			case p.selects.nsSel.Empty() || p.selects.inNamespace(pod.Namespace, set, known):
+				out = append(out, p)
+			case !known:
+				if c.shut[p] == nil {
+					c.shut[p] = p.closed()
+				}
+				out = append(out, c.shut[p])
+			}
+		}
 	}
 	return out
 }
 
 // findInForce groups the local pods and collects what their policies mention.
 // Numbers of peers are taken from st; new ones are drawn from its counter.
-func findInForce(local []*Pod, policies []*policy, prev, st *State) *inForce {
-	byNamespace := make(map[string][]*policy)
+func findInForce(local []*Pod, policies []*policy, nsLabels map[string]labels.Set, prev, st *State) *inForce {
+	c := &choice{byNamespace: make(map[string][]*policy), shut: make(map[*policy]*policy), nsLabels: nsLabels}
 	for _, p := range policies {
-		byNamespace[p.namespace] = append(byNamespace[p.namespace], p)
+		if p.tier == TierNetworkPolicy {
+			c.byNamespace[p.namespace] = append(c.byNamespace[p.namespace], p)
+		} else {
+			c.tiers[p.tier] = append(c.tiers[p.tier], p)
+		}
 	}
 	f := &inForce{number: make(map[string]uint32), blocks: make(map[uint32]*block)}
 	groups := make(map[string]*group)
 	seen := make(map[*policy]*[2]bool)
 	for _, pod := range local {
 		var selected [2][]*policy
-		for _, p := range byNamespace[pod.Namespace] {
-			if !p.selects.Matches(labels.Set(pod.Labels)) {
-				continue
-			}
+		for _, p := range c.of(pod) {
 			for _, d := range []Direction{Ingress, Egress} {
-				if p.isolates[d] {
+				if p.about[d] {
 					selected[d] = append(selected[d], p)
 				}
 			}
@@ -114,6 +160,8 @@ func (f *inForce) finish(prev, st *State) {
 		f.number[pr.key] = n
 		if pr.block != nil {
 			f.blocks[n] = pr.block
+		}
+		if pr.podSel == nil {
 			continue
 		}
 		reqs, _ := pr.podSel.Requirements()
@@ -138,9 +186,14 @@ func comparePortNames(a, b portName) int {
 func (f *inForce) join(groups map[string]*group, d Direction, list []*policy, pod *Pod) {
 	var names []portName
 	var key strings.Builder
-	key.WriteString(d.String() + " " + pod.Namespace)
+	isolated := false
+	key.WriteString(d.String())
 	for _, p := range list {
-		key.WriteString(" " + p.name)
+		key.WriteString(" " + p.ref().String())
+		if p.shut {
+			key.WriteString("!")
+		}
+		isolated = isolated || p.tier == TierNetworkPolicy
 		if d == Egress {
 			continue
 		}
@@ -158,7 +211,7 @@ func (f *inForce) join(groups map[string]*group, d Direction, list []*policy, po
 	writeNamed(&key, named)
 	g := groups[key.String()]
 	if g == nil {
-		g = &group{direction: d, policies: list, named: named}
+		g = &group{direction: d, policies: list, isolated: isolated, named: named}
 		groups[key.String()] = g
 		f.groups = append(f.groups, g)
 	}

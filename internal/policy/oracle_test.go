@@ -7,6 +7,7 @@ import (
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 
 	"github.com/podweir/podweir/internal/policy"
 )
@@ -28,6 +29,9 @@ type question struct {
 
 func oracle(in *policy.Input, q question) bool {
 	self := in.Pods[slices.IndexFunc(in.Pods, func(p policy.Pod) bool { return p.Namespace+"/"+p.Name == q.self })]
+	if say := oracleTier(in, v1beta1.AdminTier, &self, q); say != "" {
+		return say == accept
+	}
 	isolated := false
 	for _, np := range in.Policies {
 		if np.Namespace != self.Namespace || !matches(&np.Spec.PodSelector, self.Labels) || !hasType(np, q.dir) {
@@ -48,7 +52,10 @@ func oracle(in *policy.Input, q question) bool {
 			}
 		}
 	}
-	return !isolated
+	if isolated {
+		return false
+	}
+	return oracleTier(in, v1beta1.BaselineTier, &self, q) != deny
 }
 
 func hasType(np *networkingv1.NetworkPolicy, d policy.Direction) bool {

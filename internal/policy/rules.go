@@ -11,17 +11,33 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// policy is a NetworkPolicy, checked.
+// policy is a NetworkPolicy or ClusterNetworkPolicy, checked.
 type policy struct {
+	tier            Tier
 	namespace, name string
-	selects         labels.Selector
-	isolates        [2]bool // by Direction
-	rules           [2][]rule
+	selects         *peer
+	// about are the directions, by Direction, that it says something of: a
+	// NetworkPolicy isolates in them.
+	about [2]bool
+	rules [2][]rule
+	shut  bool // this is its closed reading
 }
 
-// rule allows what matches one of the peers and one of the ports.
+func (p *policy) ref() PolicyRef { return PolicyRef{p.tier, p.namespace, p.name} }
+
+type action uint8
+
+const (
+	actionDeny action = iota // also of what is none
+	actionAccept
+	actionPass
+)
+
+// rule is about what matches one of the peers and one of the ports.
 type rule struct {
 	index    int
+	name     string // ClusterNetworkPolicy
+	action   action
 	anyPeer  bool
 	peers    []*peer
 	anyPort  bool
@@ -55,6 +71,7 @@ type portName struct {
 type parser struct {
 	object   string
 	problems *[]Problem
+	checking bool // the object is not in force yet: see CheckCluster
 }
 
 func (p parser) problem(field, format string, args ...any) {
@@ -76,14 +93,14 @@ func parsePolicies(list []*networkingv1.NetworkPolicy, problems *[]Problem) []*p
 }
 
 func (p parser) policy(np *networkingv1.NetworkPolicy) *policy {
-	pol := &policy{namespace: np.Namespace, name: np.Name}
+	pol := &policy{tier: TierNetworkPolicy, namespace: np.Namespace, name: np.Name}
 	valid := 0
 	for i, t := range np.Spec.PolicyTypes {
 		switch t {
 		case networkingv1.PolicyTypeIngress:
-			pol.isolates[Ingress] = true
+			pol.about[Ingress] = true
 		case networkingv1.PolicyTypeEgress:
-			pol.isolates[Egress] = true
+			pol.about[Egress] = true
 		default:
 			p.problem(fmt.Sprintf("spec.policyTypes[%d]", i), "%q is neither Ingress nor Egress; ignored", t)
 			continue
@@ -91,8 +108,8 @@ func (p parser) policy(np *networkingv1.NetworkPolicy) *policy {
 		valid++
 	}
 	if valid == 0 {
-		pol.isolates[Ingress] = true
-		pol.isolates[Egress] = len(np.Spec.Egress) > 0
+		pol.about[Ingress] = true
+		pol.about[Egress] = len(np.Spec.Egress) > 0
 	}
 	for i, r := range np.Spec.Ingress {
 		pol.rules[Ingress] = append(pol.rules[Ingress],
@@ -102,17 +119,18 @@ func (p parser) policy(np *networkingv1.NetworkPolicy) *policy {
 		pol.rules[Egress] = append(pol.rules[Egress],
 			p.rule(np.Namespace, fmt.Sprintf("spec.egress[%d]", i), "to", i, r.To, r.Ports))
 	}
-	var err error
-	if pol.selects, err = selector(&np.Spec.PodSelector); err != nil {
+	pods, err := selector(&np.Spec.PodSelector)
+	if err != nil {
 		p.problem("spec.podSelector", "%v; every pod of the namespace is isolated and nothing is allowed until this is mended", err)
-		pol.selects = labels.Everything()
+		pods = labels.Everything()
 		pol.rules = [2][]rule{}
 	}
+	pol.selects = podPeer(np.Namespace, nil, pods)
 	return pol
 }
 
 func (p parser) rule(namespace, field, peersField string, index int, peers []networkingv1.NetworkPolicyPeer, list []networkingv1.NetworkPolicyPort) rule {
-	r := rule{index: index, anyPeer: len(peers) == 0, anyPort: len(list) == 0}
+	r := rule{index: index, action: actionAccept, anyPeer: len(peers) == 0, anyPort: len(list) == 0}
 	for i := range peers {
 		if pr := p.peer(namespace, fmt.Sprintf("%s.%s[%d]", field, peersField, i), &peers[i]); pr != nil {
 			r.peers = append(r.peers, pr)

@@ -10,11 +10,13 @@ import (
 // metadataName is the label that every namespace has, its name.
 const metadataName = "kubernetes.io/metadata.name"
 
-// peer is a peer of a rule: pods by selectors, or a block of addresses.
+// peer is a peer of a rule: pods or nodes by selectors, or a block of
+// addresses.
 type peer struct {
 	key string // the same for equal peers, in all compiles
 
-	block *block // nil: selectors
+	block *block          // nil: selectors
+	nodes labels.Selector // nil: pods
 
 	namespace string          // unless namespaces is set
 	nsSel     labels.Selector // nil: the pods of namespace
@@ -35,6 +37,20 @@ func podPeer(policyNamespace string, ns, pod labels.Selector) *peer {
 		nsSel:  ns,
 		podSel: pod,
 	}
+}
+
+// nodePeer returns the peer of the nodes, by the addresses in their status.
+func nodePeer(sel labels.Selector) *peer {
+	return &peer{key: "n" + sel.String(), nodes: sel}
+}
+
+// inNamespace says that the pods of a namespace may be meant, its labels being
+// set, or not known.
+func (pr *peer) inNamespace(name string, set labels.Set, known bool) bool {
+	if pr.nsSel == nil {
+		return pr.namespace == name
+	}
+	return known && pr.nsSel.Matches(set)
 }
 
 // selector compiles sel; nil selects everything.

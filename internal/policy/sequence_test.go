@@ -224,4 +224,7 @@ func TestSequences(t *testing.T) {
 		sequence(t, g, g.input(), 8, &stats)
 	}
 	t.Logf("%+v", stats)
+	if stats.needless > 0 || stats.changed == 0 {
+		t.Error("denied in between what is allowed before and after, or nothing changed")
+	}
 }

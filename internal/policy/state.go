@@ -84,12 +84,12 @@ func Restore(s Snapshot) *State {
 		}
 		t[k] = e
 		st.nextIdentity = after(st.nextIdentity, k.Identity)
-		st.nextTable = after(st.nextTable, k.Table)
+		st.nextTable = afterTable(st.nextTable, k.Table)
 		st.nextRule = after(st.nextRule, e.Rule)
 	}
 	for _, ids := range s.Endpoints {
 		for _, id := range ids {
-			st.nextTable = after(st.nextTable, id)
+			st.nextTable = afterTable(st.nextTable, id)
 			if id != 0 && st.tables[id] == nil {
 				st.tables[id] = Table{}
 			}
@@ -106,6 +106,14 @@ func Restore(s Snapshot) *State {
 	}
 	st.ports = restorePartition(s.PortClasses)
 	return st
+}
+
+// afterTable is after for tables, whose numbers have a flag in them.
+func afterTable(counter, number uint32) uint32 {
+	if number &^= pwmaps.TableDefault; number >= pwmaps.TableDefault>>1 {
+		return counter // damage, too: counting on would come to the flag
+	}
+	return max(counter, number+1)
 }
 
 // after is the counter behind a number in use. Numbers of the upper half come

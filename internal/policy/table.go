@@ -1,7 +1,9 @@
 package policy
 
 import (
+	"encoding/binary"
 	"hash/maphash"
+	"strings"
 
 	pwmaps "github.com/podweir/podweir/internal/maps"
 )
@@ -13,77 +15,246 @@ type expander struct {
 	rule  func(RuleRef) uint32
 }
 
-// expand returns the entries of a group, with table number 0 in the keys. An
-// identity that may do anything has the one entry for that; otherwise the
-// first rule that allows an entry is its rule.
-func (x *expander) expand(g *group) Table {
-	out := make(Table)
-	anything := make(map[*identity]bool)
-	x.each(g, func(r rule, ref uint32, id *identity) {
-		if r.anyPort && !anything[id] {
-			anything[id] = true
-			out[pwmaps.PolicyKey{Identity: id.number, Kind: pwmaps.PolicyAny}] = allow(ref)
-		}
-	})
-	classes := x.ports.all()
-	x.each(g, func(r rule, ref uint32, id *identity) {
-		if anything[id] {
-			return
-		}
-		for _, ps := range r.portSets {
-			put := func(kind uint8, port uint16) {
-				k := pwmaps.PolicyKey{Identity: id.number, Port: port, Proto: ps.proto, Kind: kind}
-				if _, ok := out[k]; !ok {
-					out[k] = allow(ref)
-				}
-			}
-			switch ps.kind {
-			case portExact:
-				put(pwmaps.PolicyPort, ps.rng.lo)
-			case portRanged:
-				for _, c := range x.ports.within(ps.rng.lo, ps.rng.hi) {
-					put(pwmaps.PolicyClass, c)
-				}
-			case portAll:
-				for _, c := range classes {
-					put(pwmaps.PolicyClass, c)
-				}
-			case portNamed:
-				named := g.named
-				if g.direction == Egress {
-					named = id.named
-				}
-				if port, ok := named[portName{ps.name, ps.proto}]; ok {
-					put(pwmaps.PolicyPort, port)
-				}
-			}
-		}
-	})
-	return out
+// step is a rule of a group, in the order in which they are asked.
+type step struct {
+	rule
+	tier Tier
+	ref  uint32
 }
 
-// each visits the rules in order, and the identities that a rule is about.
-func (x *expander) each(g *group, visit func(rule, uint32, *identity)) {
-	for _, p := range g.policies {
-		for _, r := range p.rules[g.direction] {
-			ref := x.rule(RuleRef{p.namespace, p.name, g.direction, r.index})
-			if r.anyPeer {
-				for _, id := range x.ids.list {
-					visit(r, ref, id)
-				}
-				continue
+// slot is a key of a table without table and identity.
+type slot struct {
+	kind, proto uint8
+	port        uint16
+}
+
+var anySlot = slot{kind: pwmaps.PolicyAny}
+
+// parent is where the datapath looks when a slot is empty.
+func (p partition) parent(s slot) slot {
+	if s.kind == pwmaps.PolicyPort {
+		return slot{pwmaps.PolicyClass, s.proto, p.of(s.port)}
+	}
+	return anySlot
+}
+
+func (s slot) key(identity uint32) pwmaps.PolicyKey {
+	return pwmaps.PolicyKey{Identity: identity, Port: s.port, Proto: s.proto, Kind: s.kind}
+}
+
+// decision is a verdict and the rule that it is of.
+type decision struct {
+	allow bool
+	ref   uint32
+}
+
+func (d decision) entry() pwmaps.PolicyEntry {
+	e := pwmaps.PolicyEntry{Rule: d.ref, Verdict: pwmaps.VerdictDeny}
+	if d.allow {
+		e.Verdict = pwmaps.VerdictAllow
+	}
+	return e
+}
+
+// covers says that d, found in a parent slot, serves for e too: the verdict is
+// the same and, of a denial, the rule that events name.
+func (d decision) covers(e decision) bool { return d.allow && e.allow || d == e }
+
+// expand returns the entries of a group, with table number 0 in the keys.
+func (x *expander) expand(g *group) Table {
+	steps := x.steps(g)
+	lists := make(map[*identity][]int32, len(x.ids.list)) // the steps about each
+	for i, s := range steps {
+		if s.anyPeer {
+			for _, id := range x.ids.list {
+				lists[id] = append(lists[id], int32(i))
 			}
-			for _, pr := range r.peers {
-				for _, id := range x.ids.members[x.ids.f.number[pr.key]] {
-					visit(r, ref, id)
+			continue
+		}
+		for _, pr := range s.peers {
+			for _, id := range x.ids.members[x.ids.f.number[pr.key]] {
+				if l := lists[id]; len(l) == 0 || l[len(l)-1] != int32(i) {
+					lists[id] = append(l, int32(i))
 				}
 			}
 		}
 	}
+	rows := make([]*row, len(x.ids.list))
+	same := make(map[string]*row)
+	for i, id := range x.ids.list {
+		named := g.named
+		if g.direction == Egress {
+			named = id.named
+		}
+		key := rowKey(lists[id], named)
+		r := same[key]
+		if r == nil {
+			r = x.row(g, steps, lists[id], named)
+			same[key] = r
+		}
+		rows[i] = r
+	}
+	out := make(Table)
+	var byDefault decision
+	if g.clustered() {
+		byDefault = commonest(rows)
+		if byDefault != (decision{}) {
+			out[pwmaps.PolicyKey{Kind: pwmaps.PolicyDefault}] = byDefault.entry()
+		}
+	}
+	for i, id := range x.ids.list {
+		if rows[i].any != byDefault {
+			out[anySlot.key(id.number)] = rows[i].any.entry()
+		}
+		for _, e := range rows[i].ports {
+			out[e.slot.key(id.number)] = e.decision.entry()
+		}
+	}
+	return out
 }
 
-func allow(rule uint32) pwmaps.PolicyEntry {
-	return pwmaps.PolicyEntry{Rule: rule, Verdict: pwmaps.VerdictAllow}
+func (x *expander) steps(g *group) []step {
+	var out []step
+	for _, p := range g.policies {
+		for _, r := range p.rules[g.direction] {
+			ref := x.rule(RuleRef{p.ref(), g.direction, r.index, r.name})
+			out = append(out, step{rule: r, tier: p.tier, ref: ref})
+		}
+	}
+	return out
+}
+
+func rowKey(list []int32, named map[portName]uint16) string {
+	var b strings.Builder
+	for _, i := range list {
+		var w [4]byte
+		binary.BigEndian.PutUint32(w[:], uint32(i))
+		b.Write(w[:])
+	}
+	b.WriteString("|")
+	writeNamed(&b, named)
+	return b.String()
+}
+
+// row is what a group's policies make of an identity: of what has no ports,
+// and of the slots of which they make something else.
+type row struct {
+	any   decision
+	ports []slotDecision
+}
+
+type slotDecision struct {
+	slot
+	decision
+}
+
+// first has, of one tier, the first step about anything and about each slot.
+type first struct {
+	any int32 // -1: none
+	at  map[slot]int32
+}
+
+// step returns the first step about what a slot stands for, -1 if there is
+// none: of the slot itself and of all that it is looked for in after it.
+func (f *first) step(s slot, p partition) int32 {
+	best := f.any
+	for s.kind != pwmaps.PolicyAny {
+		if i, ok := f.at[s]; ok && (best < 0 || i < best) {
+			best = i
+		}
+		s = p.parent(s)
+	}
+	return best
+}
+
+// row decides about an identity that the steps of the list are about.
+func (x *expander) row(g *group, steps []step, list []int32, named map[portName]uint16) *row {
+	var tiers [tierCount]first
+	for t := range tiers {
+		tiers[t] = first{any: -1, at: make(map[slot]int32)}
+	}
+	for _, i := range list {
+		f := &tiers[steps[i].tier]
+		if f.any >= 0 {
+			continue // nothing after it is asked
+		}
+		if steps[i].anyPort {
+			f.any = i
+			continue
+		}
+		for _, ps := range steps[i].portSets {
+			x.slots(ps, named, func(s slot) {
+				if _, ok := f.at[s]; !ok {
+					f.at[s] = i
+				}
+			})
+		}
+	}
+	decide := func(s slot) decision {
+		for t := range tierCount {
+			i := tiers[t].step(s, x.ports)
+			switch {
+			case i >= 0 && steps[i].action == actionAccept:
+				return decision{allow: true, ref: steps[i].ref}
+			case i >= 0 && steps[i].action == actionDeny:
+				return decision{ref: steps[i].ref}
+			case t == TierNetworkPolicy && g.isolated:
+				return decision{}
+			}
+		}
+		return decision{allow: true}
+	}
+	r := &row{any: decide(anySlot)}
+	done := make(map[slot]bool)
+	for t := range tiers {
+		for s := range tiers[t].at {
+			if done[s] {
+				continue
+			}
+			done[s] = true
+			if d := decide(s); !decide(x.ports.parent(s)).covers(d) {
+				r.ports = append(r.ports, slotDecision{s, d})
+			}
+		}
+	}
+	return r
+}
+
+// slots visits the slots that an element of a rule's ports stands for.
+func (x *expander) slots(ps ports, named map[portName]uint16, visit func(slot)) {
+	var classes []uint16
+	switch ps.kind {
+	case portExact:
+		visit(slot{pwmaps.PolicyPort, ps.proto, ps.rng.lo})
+	case portNamed:
+		if port, ok := named[portName{ps.name, ps.proto}]; ok {
+			visit(slot{pwmaps.PolicyPort, ps.proto, port})
+		}
+	case portRanged:
+		classes = x.ports.within(ps.rng.lo, ps.rng.hi)
+	case portAll:
+		classes = x.ports.all()
+	}
+	for _, c := range classes {
+		visit(slot{pwmaps.PolicyClass, ps.proto, c})
+	}
+}
+
+// commonest returns the decision that most rows make of what they make
+// nothing else of; of equally common ones a denial, and the earlier rule.
+func commonest(rows []*row) decision {
+	count := make(map[decision]int)
+	for _, r := range rows {
+		count[r.any]++
+	}
+	var best decision
+	for d, n := range count {
+		m := count[best]
+		if n > m || n == m && (best.allow && !d.allow || best.allow == d.allow && d.ref < best.ref) {
+			best = d
+		}
+	}
+	return best
 }
 
 // digest speeds up finding equal tables; equality is checked entry by entry.
@@ -121,6 +292,9 @@ func (st *State) number(prev *State, t Table) uint32 {
 	}
 	n := st.nextTable
 	st.nextTable++
+	if _, ok := t[pwmaps.PolicyKey{Kind: pwmaps.PolicyDefault}]; ok {
+		n |= pwmaps.TableDefault
+	}
 	numbered := make(Table, len(t))
 	for k, e := range t {
 		k.Table = n

@@ -21,7 +21,7 @@ type move struct{ from, to uint32 }
 // addresses of the old one get it, its number serves; or, if the old identity
 // goes and all its addresses get the new one, that of the old. Otherwise a
 // passing number is drawn. A table that stays is old to some endpoints and new
-// to others: it allows what both answers allow.
+// to others: it allows what both answers allow, and denies the rest.
 //
 // Likewise the classes: see transitionalClasses.
 func changeOver(prev, st *State) (Early, Table) {
@@ -36,6 +36,14 @@ func changeOver(prev, st *State) (Early, Table) {
 	for a, i := range prev.addrs {
 		if n := via(i, c.addrAfter(a)); n != i {
 			early.Addrs[a] = n
+		}
+	}
+	for a, i := range st.addrs {
+		if _, was := prev.addrs[a]; was {
+			continue
+		}
+		if from := c.addrBefore(a); from != i {
+			early.Addrs[a] = via(from, i)
 		}
 	}
 	for p := range c.regions {
@@ -62,20 +70,65 @@ type change struct {
 	prev, st *State
 	extra    Table
 	views    map[uint32]view
+	lpmOld   *lpm[uint32]
 	lpmNew   *lpm[uint32]
 	regions  map[netip.Prefix]move
 }
 
 // view is a table by identity, transitional classes included.
-type view map[uint32][]rowEntry
+type view map[uint32]rowView
 
-type rowEntry struct {
-	key   maps.PolicyKey
-	entry maps.PolicyEntry
-}
+// rowView is what a table says of one identity.
+type rowView map[slot]maps.PolicyEntry
+
+func slotOf(k maps.PolicyKey) slot { return slot{k.Kind, k.Proto, k.Port} }
 
 func (v view) add(k maps.PolicyKey, e maps.PolicyEntry) {
-	v[k.Identity] = append(v[k.Identity], rowEntry{k, e})
+	if k.Kind == maps.PolicyDefault {
+		return // of no identity
+	}
+	if v[k.Identity] == nil {
+		v[k.Identity] = make(rowView)
+	}
+	v[k.Identity][slotOf(k)] = e
+}
+
+// decide is what the datapath finds in table t for a slot of an identity.
+func (c *change) decide(t uint32, entries Table, identity uint32, s slot) maps.PolicyEntry {
+	row := c.row(t, entries, identity)
+	for {
+		if e, ok := row[s]; ok {
+			return e
+		}
+		if s.kind == maps.PolicyAny {
+			return entries[maps.PolicyKey{Table: t, Kind: maps.PolicyDefault}]
+		}
+		s = c.st.ports.parent(s)
+	}
+}
+
+// put writes a transitional decision, unless the one that is found without it
+// is the same.
+func (c *change) put(t, identity uint32, s slot, e, parent maps.PolicyEntry) {
+	if allows(e) == allows(parent) {
+		return
+	}
+	k := s.key(identity)
+	k.Table = t
+	if !allows(e) {
+		e.Verdict = maps.VerdictDeny // of what no entry was found for
+	}
+	c.extra[k] = e
+}
+
+func allows(e maps.PolicyEntry) bool { return e.Verdict == maps.VerdictAllow }
+
+// strictest returns the entry that denies, if one does.
+func strictest(a, b maps.PolicyEntry) maps.PolicyEntry {
+	if allows(a) {
+		return b
+	}
+	return a
 }
 
 // addrAfter returns the identity an address ends up with.
@@ -89,16 +142,24 @@ func (c *change) addrAfter(a netip.Addr) uint32 {
 	return maps.IdentityWorld
 }
 
+// addrBefore returns the identity of an address that had none of its own.
+func (c *change) addrBefore(a netip.Addr) uint32 {
+	if n, ok := c.lpmOld.addr(a); ok {
+		return n
+	}
+	return maps.IdentityWorld
+}
+
 // moves finds all changes of identity, writes the transitional entries, and
 // returns the number by which an address goes from one identity to another.
 func (c *change) moves() func(from, to uint32) uint32 {
 	c.lpmNew = newLPM(c.st.prefixes)
-	lpmOld := newLPM(c.prev.prefixes)
+	c.lpmOld = newLPM(c.prev.prefixes)
 	c.regions = make(map[netip.Prefix]move)
 	for _, m := range []map[netip.Prefix]uint32{c.prev.prefixes, c.st.prefixes} {
 		for p := range m {
 			mv := move{maps.IdentityWorld, maps.IdentityWorld}
-			if n, ok := lpmOld.lookup(p); ok {
+			if n, ok := c.lpmOld.lookup(p); ok {
 				mv.from = n
 			}
 			if n, ok := c.lpmNew.lookup(p); ok {
@@ -125,6 +186,11 @@ func (c *change) moves() func(from, to uint32) uint32 {
 	}
 	for a, i := range c.prev.addrs {
 		note(move{i, c.addrAfter(a)})
+	}
+	for a, i := range c.st.addrs {
+		if _, was := c.prev.addrs[a]; !was {
+			note(move{c.addrBefore(a), i})
+		}
 	}
 	for _, m := range c.regions {
 		note(m)
@@ -184,33 +250,36 @@ func (c *change) write(m move, n uint32) {
 		case !stays || n == m.from:
 			c.copyRow(t, entries, m.to, n)
 		default:
-			old := make(map[maps.PolicyKey]bool)
-			for _, r := range c.row(t, entries, m.from) {
-				k := r.key
-				k.Identity = n
-				old[k] = true
-			}
-			for _, r := range c.row(t, entries, m.to) {
-				k := r.key
-				k.Identity = n
-				if old[k] {
-					c.extra[k] = r.entry
-				}
+			c.bothRows(t, entries, m, n)
+		}
+	}
+}
+
+// bothRows writes for n what table t allows to both ends of a move.
+func (c *change) bothRows(t uint32, entries Table, m move, n uint32) {
+	both := func(s slot) maps.PolicyEntry {
+		return strictest(c.decide(t, entries, m.from, s), c.decide(t, entries, m.to, s))
+	}
+	c.put(t, n, anySlot, both(anySlot), entries[maps.PolicyKey{Table: t, Kind: maps.PolicyDefault}])
+	for _, end := range []uint32{m.from, m.to} {
+		for s := range c.row(t, entries, end) {
+			if s != anySlot {
+				c.put(t, n, s, both(s), both(c.st.ports.parent(s)))
 			}
 		}
 	}
 }
 
 func (c *change) copyRow(t uint32, entries Table, from, n uint32) {
-	for _, r := range c.row(t, entries, from) {
-		k := r.key
-		k.Identity = n
-		c.extra[k] = r.entry
+	for s, e := range c.row(t, entries, from) {
+		k := s.key(n)
+		k.Table = t
+		c.extra[k] = e
 	}
 }
 
 // row returns what table t says of an identity, transitional classes included.
-func (c *change) row(t uint32, entries Table, identity uint32) []rowEntry {
+func (c *change) row(t uint32, entries Table, identity uint32) rowView {
 	v := c.views[t]
 	if v == nil {
 		v = make(view)

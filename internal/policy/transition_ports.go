@@ -11,8 +11,8 @@ import (
 //
 // All ports of a new class are alike to an old table (see partition), so it
 // answers as for the old class of any of them. A new table allows a class
-// that goes if it allows all the classes its ports go to: a packet whose class
-// was read before the change may meet it.
+// that goes if it allows all the classes its ports go to, and denies it if not:
+// a packet whose class was read before the change may meet it.
 func (c *change) transitionalClasses() {
 	old, now := c.prev.ports, c.st.ports
 	oldClasses, nowClasses := old.all(), now.all()
@@ -59,23 +59,31 @@ func (c *change) transitionalClasses() {
 			continue
 		}
 		for gone, classes := range goes {
-			for k, e := range entries {
-				if k.Kind == maps.PolicyClass && k.Port == classes[0] && allowsAll(entries, k, classes) {
-					k.Port = gone
-					c.extra[k] = e
-				}
-			}
+			c.goneClass(t, entries, gone, classes)
 		}
 	}
 }
 
-// allowsAll says that the table has all the classes for k.
-func allowsAll(t Table, k maps.PolicyKey, classes []uint16) bool {
-	for _, class := range classes {
-		k.Port = class
-		if _, ok := t[k]; !ok {
-			return false
-		}
+// goneClass writes what table t says of all the classes for one that goes.
+func (c *change) goneClass(t uint32, entries Table, gone uint16, classes []uint16) {
+	type subject struct {
+		identity uint32
+		proto    uint8
 	}
-	return true
+	done := make(map[subject]bool)
+	for k := range entries {
+		about := subject{k.Identity, k.Proto}
+		if k.Kind != maps.PolicyClass || done[about] || !slices.Contains(classes, k.Port) {
+			continue
+		}
+		done[about] = true
+		decide := func(class uint16) maps.PolicyEntry {
+			return c.decide(t, entries, k.Identity, slot{maps.PolicyClass, k.Proto, class})
+		}
+		all := decide(classes[0])
+		for _, class := range classes[1:] {
+			all = strictest(all, decide(class))
+		}
+		c.put(t, k.Identity, slot{maps.PolicyClass, k.Proto, gone}, all, c.decide(t, entries, k.Identity, anySlot))
+	}
 }

@@ -183,6 +183,11 @@ func (t *Table[K, V]) Len() int { return len(t.actual) }
 
 // Upsert writes what is missing or differs.
 func (t *Table[K, V]) Upsert() Result[K] {
+	return t.UpsertIf(func(K, V) bool { return true })
+}
+
+// UpsertIf is Upsert for the entries that are to be written now.
+func (t *Table[K, V]) UpsertIf(is func(K, V) bool) Result[K] {
 	defer t.settled()
 	now := t.now()
 	var puts map[K]V
@@ -196,7 +201,7 @@ func (t *Table[K, V]) Upsert() Result[K] {
 			delete(t.failed, k)
 			continue
 		}
-		if f, ok := t.failed[k]; ok && now.Before(f.next) {
+		if f, ok := t.failed[k]; ok && now.Before(f.next) || !is(k, v) {
 			continue
 		}
 		if puts == nil {
@@ -228,6 +233,11 @@ func (t *Table[K, V]) Upsert() Result[K] {
 
 // Prune removes what is there and not desired.
 func (t *Table[K, V]) Prune() Result[K] {
+	return t.PruneIf(func(K, V) bool { return true })
+}
+
+// PruneIf is Prune for the entries that are to be removed now.
+func (t *Table[K, V]) PruneIf(is func(K, V) bool) Result[K] {
 	defer t.settled()
 	now := t.now()
 	var keys []K
@@ -235,12 +245,13 @@ func (t *Table[K, V]) Prune() Result[K] {
 		if w.there {
 			continue
 		}
-		if _, ok := t.actual[k]; !ok {
+		v, ok := t.actual[k]
+		if !ok {
 			delete(t.dirty, k)
 			delete(t.failed, k)
 			continue
 		}
-		if f, ok := t.failed[k]; ok && now.Before(f.next) {
+		if f, ok := t.failed[k]; ok && now.Before(f.next) || !is(k, v) {
 			continue
 		}
 		keys = append(keys, k)

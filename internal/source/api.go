@@ -29,9 +29,10 @@ type apiSource struct {
 // NewAPI returns a source that reads from the API server. A kind that cannot
 // be listed is a problem in the tables until it can. An API server without
 // ServiceCIDR objects, which came with Kubernetes 1.31, counts as one that has
-// none of them.
+// none of them; so does one without ClusterNetworkPolicies, which somebody has
+// to install.
 func NewAPI(client *Client, t *table.Tables, log *slog.Logger) Source {
-	return &apiSource{client: client, tables: t, log: log, askAgain: 10 * time.Minute}
+	return &apiSource{client: client, tables: t, log: log, askAgain: 2 * time.Minute}
 }
 
 func (a *apiSource) Run(ctx context.Context) error {
@@ -54,7 +55,8 @@ func (a *apiSource) listerWatchers() (map[string]cache.ListerWatcher, error) {
 		if err != nil {
 			return nil, err
 		}
-		if k.name == "ServiceCIDR" {
+		switch k.name {
+		case "ServiceCIDR", "ClusterNetworkPolicy":
 			lw = a.optional(k.resource, lw)
 		}
 		out[k.name] = a.reporting(k.resource, lw)

@@ -16,6 +16,7 @@ import (
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 
 	"github.com/podweir/podweir/internal/fakeapi"
 	"github.com/podweir/podweir/internal/table"
@@ -118,6 +119,7 @@ func fill(s *fakeapi.Server) {
 		&corev1.Service{ObjectMeta: meta("default", "web"), Spec: corev1.ServiceSpec{ClusterIP: "10.98.235.247"}},
 		slice("web-1", "web", "10.244.80.66"), slice("web-2", "web", "10.244.158.65"),
 		&networkingv1.NetworkPolicy{ObjectMeta: meta("default", "deny")},
+		&v1beta1.ClusterNetworkPolicy{ObjectMeta: meta("", "deny")},
 		&networkingv1.ServiceCIDR{ObjectMeta: meta("", "kubernetes"), Spec: networkingv1.ServiceCIDRSpec{CIDRs: []string{"10.98.0.0/16"}}},
 	)
 }
@@ -180,7 +182,7 @@ func TestAPISyncedOnlyWithEveryList(t *testing.T) {
 		}{
 			{fakeapi.EndpointSlices, tables.Slices}, {fakeapi.Pods, tables.Pods}, {fakeapi.Nodes, tables.Nodes},
 			{fakeapi.Namespaces, tables.Namespaces}, {fakeapi.NetworkPolicies, tables.Policies},
-			{fakeapi.ServiceCIDRs, tables.ServiceCIDRs}, {fakeapi.Services, tables.Services},
+			{fakeapi.ClusterPolicies, tables.ClusterPolicies}, {fakeapi.ServiceCIDRs, tables.ServiceCIDRs}, {fakeapi.Services, tables.Services},
 		} {
 			if txn := tables.DB.ReadTxn(); tables.Synced(txn) || step.table.NumObjects(txn) != 0 {
 				t.Fatalf("before the list of %s: synced %v, %d objects", step.resource, tables.Synced(txn), step.table.NumObjects(txn))
@@ -285,6 +287,45 @@ func TestAPIWithoutServiceCIDRs(t *testing.T) {
 	})
 }
 
+// ClusterNetworkPolicies have to be installed. A server without them does not
+// keep the agent waiting, one that learns them later is heard, in the version
+// that it has, and one that unlearns them has none.
+func TestAPIClusterPolicies(t *testing.T) {
+	for _, version := range []string{"v1beta1", "v1alpha2"} {
+		t.Run(version, func(t *testing.T) {
+			modes(t, func(t *testing.T, s *fakeapi.Server) {
+				tables := newTables(t)
+				s.SetVersion("policy.networking.k8s.io/"+version, fakeapi.ClusterPolicies)
+				fill(s)
+				s.Fail(404, fakeapi.ClusterPolicies)
+				src := NewAPI(client(t, s.Config()), tables, testLog(t)).(*apiSource)
+				src.askAgain = 10 * time.Millisecond
+				run(t, src)
+				waitSynced(t, tables)
+				if n := tables.ClusterPolicies.NumObjects(tables.DB.ReadTxn()); n != 0 {
+					t.Fatalf("%d policies from a server without", n)
+				}
+				if n := tables.Problems.NumObjects(tables.DB.ReadTxn()); n != 0 {
+					t.Errorf("an absent API is no problem, but %d stand", n)
+				}
+				s.Fail(0, fakeapi.ClusterPolicies)
+				await(t, tables, tables.ClusterPolicies, "the policy", exactly[*v1beta1.ClusterNetworkPolicy]("deny"))
+				p := &v1beta1.ClusterNetworkPolicy{ObjectMeta: meta("", "more")}
+				p.Spec.Tier, p.Spec.Priority = v1beta1.BaselineTier, 7
+				s.Put(p)
+				got := await(t, tables, tables.ClusterPolicies, "another", exactly[*v1beta1.ClusterNetworkPolicy]("deny", "more"))["more"]
+				if got.Spec.Tier != v1beta1.BaselineTier || got.Spec.Priority != 7 {
+					t.Errorf("%+v", got.Spec)
+				}
+				s.Fail(404, fakeapi.ClusterPolicies)
+				s.CutWatches(fakeapi.ClusterPolicies)
+				s.Forget(fakeapi.ClusterPolicies)
+				await(t, tables, tables.ClusterPolicies, "none", exactly[*v1beta1.ClusterNetworkPolicy]())
+			})
+		})
+	}
+}
+
 func TestAPIErrorsAreProblems(t *testing.T) {
 	s := fakeapi.New(t)
 	tables := newTables(t)
@@ -315,7 +356,7 @@ func TestAPIUnreachableIsAProblem(t *testing.T) {
 		t.Fatal(err)
 	}
 	run(t, NewAPI(client(t, &rest.Config{Host: "http://" + addr}), tables, testLog(t)))
-	p := awaitProblems(t, tables, "the cause", func(p []string) bool { return len(p) == 7 })
+	p := awaitProblems(t, tables, "the cause", func(p []string) bool { return len(p) == 8 })
 	if !strings.Contains(p[0], "connection refused") || !strings.Contains(p[0], "goes on trying") {
 		t.Errorf("problem %q", p[0])
 	}

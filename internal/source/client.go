@@ -9,6 +9,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	networkingv1 "k8s.io/api/networking/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -16,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 )
 
 // Client lists and watches the kinds of this package. The generated clientset
@@ -31,7 +33,7 @@ type Client struct {
 func NewClient(rc *rest.Config) (*Client, error) {
 	scheme := runtime.NewScheme()
 	metav1.AddToGroupVersion(scheme, schema.GroupVersion{Version: "v1"})
-	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme, networkingv1.AddToScheme} {
+	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme, networkingv1.AddToScheme, addClusterPolicies} {
 		if err := add(scheme); err != nil {
 			return nil, fmt.Errorf("kinds of the client: %w", err)
 		}
@@ -53,7 +55,30 @@ func NewClient(rc *rest.Config) (*Client, error) {
 			return nil, fmt.Errorf("client of %s: %w", gv, err)
 		}
 	}
+	// Custom resources have nothing but JSON.
+	rc.AcceptContentTypes, rc.ContentType = runtime.ContentTypeJSON, runtime.ContentTypeJSON
+	for _, gv := range clusterPolicyVersions() {
+		if c.groups[gv], err = groupClient(rc, shared, gv); err != nil {
+			return nil, fmt.Errorf("client of %s: %w", gv, err)
+		}
+	}
 	return c, nil
+}
+
+// clusterPolicyVersions are those of ClusterNetworkPolicy, which differ in
+// nothing but the name, the best first.
+func clusterPolicyVersions() []schema.GroupVersion {
+	return []schema.GroupVersion{schema.GroupVersion(v1beta1.GroupVersion), {Group: v1beta1.GroupName, Version: "v1alpha2"}}
+}
+
+// addClusterPolicies has all versions come in the type of the best.
+func addClusterPolicies(scheme *runtime.Scheme) error {
+	for _, gv := range clusterPolicyVersions() {
+		scheme.AddKnownTypeWithName(gv.WithKind("ClusterNetworkPolicy"), &v1beta1.ClusterNetworkPolicy{})
+		scheme.AddKnownTypeWithName(gv.WithKind("ClusterNetworkPolicyList"), &v1beta1.ClusterNetworkPolicyList{})
+		metav1.AddToGroupVersion(scheme, gv)
+	}
+	return nil
 }
 
 func groupClient(rc *rest.Config, shared *http.Client, gv schema.GroupVersion) (rest.Interface, error) {
@@ -65,30 +90,47 @@ func groupClient(rc *rest.Config, shared *http.Client, gv schema.GroupVersion) (
 	return rest.RESTClientForConfigAndClient(of, shared)
 }
 
-// listWatch reads all objects of a kind, in all namespaces.
+// listWatch reads all objects of a kind, in all namespaces, in the first of its
+// versions that the server has.
 func (c *Client) listWatch(k kind) (*cache.ListWatch, error) {
-	gv, err := schema.ParseGroupVersion(k.apiVersion)
-	if err != nil {
-		return nil, err
-	}
-	group := c.groups[gv]
-	if group == nil {
-		return nil, fmt.Errorf("%s: no client of %s", k.resource, gv)
-	}
-	request := func(opts *metav1.ListOptions) *rest.Request {
-		r := group.Get().Resource(k.resource).VersionedParams(opts, metav1.ParameterCodec)
-		if opts.TimeoutSeconds != nil {
-			r = r.Timeout(time.Duration(*opts.TimeoutSeconds) * time.Second)
+	var groups []rest.Interface
+	for _, version := range append([]string{k.apiVersion}, k.also...) {
+		gv, err := schema.ParseGroupVersion(version)
+		if err != nil {
+			return nil, err
 		}
-		return r
+		if c.groups[gv] == nil {
+			return nil, fmt.Errorf("%s: no client of %s", k.resource, gv)
+		}
+		groups = append(groups, c.groups[gv])
+	}
+	try := func(opts *metav1.ListOptions, do func(*rest.Request) error) (err error) {
+		for _, group := range groups {
+			r := group.Get().Resource(k.resource).VersionedParams(opts, metav1.ParameterCodec)
+			if opts.TimeoutSeconds != nil {
+				r = r.Timeout(time.Duration(*opts.TimeoutSeconds) * time.Second)
+			}
+			if err = do(r); !apierrors.IsNotFound(err) {
+				break
+			}
+		}
+		return err
 	}
 	return &cache.ListWatch{
-		ListWithContextFunc: func(ctx context.Context, opts metav1.ListOptions) (runtime.Object, error) {
-			return request(&opts).Do(ctx).Get()
+		ListWithContextFunc: func(ctx context.Context, opts metav1.ListOptions) (l runtime.Object, err error) {
+			err = try(&opts, func(r *rest.Request) (err error) {
+				l, err = r.Do(ctx).Get()
+				return err
+			})
+			return l, err
 		},
-		WatchFuncWithContext: func(ctx context.Context, opts metav1.ListOptions) (watch.Interface, error) {
+		WatchFuncWithContext: func(ctx context.Context, opts metav1.ListOptions) (w watch.Interface, err error) {
 			opts.Watch = true
-			return request(&opts).Watch(ctx)
+			err = try(&opts, func(r *rest.Request) (err error) {
+				w, err = r.Watch(ctx)
+				return err
+			})
+			return w, err
 		},
 	}, nil
 }

@@ -7,6 +7,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	networkingv1 "k8s.io/api/networking/v1"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 	"sigs.k8s.io/yaml"
 )
 
@@ -21,6 +22,23 @@ func faults(p parsed) string {
 func parse(text string) parsed { return parseManifests(kinds(), text) }
 
 const svcHead = "apiVersion: v1\nkind: Service\nmetadata: {name: web}\nspec:\n"
+
+const cnpHead = "apiVersion: policy.networking.k8s.io/v1beta1\nkind: ClusterNetworkPolicy\nmetadata: {name: p}\nspec:\n"
+
+// A ClusterNetworkPolicy is read in both versions; what the API accepts and we
+// do not support is in force, and fails closed.
+func TestClusterPolicyManifests(t *testing.T) {
+	for _, version := range []string{"v1beta1", "v1alpha2"} {
+		p := parse(strings.Replace(cnpHead, "v1beta1", version, 1) +
+			"  tier: Baseline\n  priority: 7\n  subject: {namespaces: {}}\n  egress:\n  - action: Accept\n    to:\n    - domainNames: [example.org]\n")
+		if len(p.faults) > 0 || len(p.objects) != 1 {
+			t.Fatalf("%s: %d objects\n%s", version, len(p.objects), faults(p))
+		}
+		if got := p.objects[0].obj.(*v1beta1.ClusterNetworkPolicy); got.Spec.Priority != 7 || got.Namespace != "" || got.UID == "" {
+			t.Errorf("%s: %+v", version, got)
+		}
+	}
+}
 
 // Each mistake, alone in a document, and the report of it.
 func TestFaults(t *testing.T) {
@@ -83,6 +101,11 @@ func TestFaults(t *testing.T) {
 		"policy selector":       {"apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {name: p}\nspec:\n  podSelector:\n    matchExpressions:\n    - {key: a, operator: Equals, values: [b]}\n", "spec.podSelector.matchExpressions[0].operator"},
 		"policy endPort":        {"apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {name: p}\nspec:\n  podSelector: {}\n  ingress:\n  - ports:\n    - port: 90\n      endPort: 80\n", "9 NetworkPolicy default/p: spec.ingress[0].ports[0].endPort: Invalid value: 80: must not be less than port"},
 		"policy except":         {"apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {name: p}\nspec:\n  podSelector: {}\n  egress:\n  - to:\n    - ipBlock: {cidr: 10.0.0.0/8, except: [11.0.0.0/9]}\n", "spec.egress[0].to[0].ipBlock.except[0]"},
+		"cluster policy tier":   {cnpHead + "  tier: Platform\n  priority: 1\n  subject: {namespaces: {}}\n", "5 ClusterNetworkPolicy p: spec.tier: Forbidden: \"Platform\" is neither Admin nor Baseline"},
+		"cluster policy peer":   {cnpHead + "  tier: Admin\n  priority: 1\n  subject: {namespaces: {}}\n  ingress:\n  - action: Deny\n    from:\n    - {}\n", "11 ClusterNetworkPolicy p: spec.ingress[0].from[0]: Forbidden: is none of"},
+		"cluster policy field":  {cnpHead + "  tier: Admin\n  priority: 1\n  subject: {namespaces: {}}\n  ingress:\n  - action: Deny\n    from:\n    - networks: [10.0.0.0/8]\n", "unknown field \"spec.ingress[0].from[0].networks\""},
+		"cluster policy range":  {cnpHead + "  tier: Admin\n  priority: 1001\n  subject: {namespaces: {}}\n", "6 ClusterNetworkPolicy p: spec.priority"},
+		"old cluster policy":    {strings.Replace(cnpHead, "v1beta1", "v1alpha1", 1), "apiVersion \"policy.networking.k8s.io/v1alpha1\" of kind ClusterNetworkPolicy is not read"},
 		"namespace label":       {"apiVersion: v1\nkind: Namespace\nmetadata:\n  name: a\n  labels:\n    kubernetes.io/metadata.name: b\n", "must be the namespace's name: remove the label"},
 		"list without items":    {"apiVersion: v1\nkind: List\n", "items is missing"},
 		"list of unsupported":   {"apiVersion: apps/v1\nkind: DeploymentList\nitems: []\n", "kind \"Deployment\""},

@@ -11,7 +11,7 @@
 // The files *.yaml, *.yml and *.json directly in the directory are read, except
 // hidden ones; subdirectories are not. A file holds any number of documents and
 // lists of the kinds Namespace, Node, ServiceCIDR, Pod, NetworkPolicy,
-// EndpointSlice and Service. Decoding is strict. The fields that the API server
+// ClusterNetworkPolicy (v1beta1 or v1alpha2), EndpointSlice and Service. Decoding is strict. The fields that the API server
 // defaults are defaulted, metadata.namespace to "default". A UID is derived
 // from kind, namespace and name where the manifest has none, so it is the same
 // after a restart. Addresses are not allocated: a Service states its clusterIP,

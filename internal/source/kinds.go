@@ -10,6 +10,7 @@ import (
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 )
 
 // object is any Kubernetes object.
@@ -26,6 +27,7 @@ type kind struct {
 	clusterWide bool   // it belongs to no namespace
 	empty       func() object
 	list        func(items []runtime.Object, resourceVersion string) runtime.Object
+	also        []string // further versions, of which this one's type serves
 }
 
 // listOf makes a list object of T's list type from shared objects.
@@ -45,35 +47,40 @@ func listOf[T any, P interface {
 // kinds are all kinds, namespaces and nodes first.
 func kinds() []kind {
 	const core, discovery, networking = "v1", "discovery.k8s.io/v1", "networking.k8s.io/v1"
+	clusterPolicy := clusterPolicyVersions()
 	return []kind{
 		{"Namespace", core, "namespaces", true, func() object { return new(corev1.Namespace) },
 			listOf(func(m metav1.ListMeta, i []corev1.Namespace) runtime.Object {
 				return &corev1.NamespaceList{ListMeta: m, Items: i}
-			})},
+			}), nil},
 		{"Node", core, "nodes", true, func() object { return new(corev1.Node) },
 			listOf(func(m metav1.ListMeta, i []corev1.Node) runtime.Object {
 				return &corev1.NodeList{ListMeta: m, Items: i}
-			})},
+			}), nil},
 		{"ServiceCIDR", networking, "servicecidrs", true, func() object { return new(networkingv1.ServiceCIDR) },
 			listOf(func(m metav1.ListMeta, i []networkingv1.ServiceCIDR) runtime.Object {
 				return &networkingv1.ServiceCIDRList{ListMeta: m, Items: i}
-			})},
+			}), nil},
 		{"Pod", core, "pods", false, func() object { return new(corev1.Pod) },
 			listOf(func(m metav1.ListMeta, i []corev1.Pod) runtime.Object {
 				return &corev1.PodList{ListMeta: m, Items: i}
-			})},
+			}), nil},
 		{"NetworkPolicy", networking, "networkpolicies", false, func() object { return new(networkingv1.NetworkPolicy) },
 			listOf(func(m metav1.ListMeta, i []networkingv1.NetworkPolicy) runtime.Object {
 				return &networkingv1.NetworkPolicyList{ListMeta: m, Items: i}
-			})},
+			}), nil},
+		{"ClusterNetworkPolicy", clusterPolicy[0].String(), "clusternetworkpolicies", true, func() object { return new(v1beta1.ClusterNetworkPolicy) },
+			listOf(func(m metav1.ListMeta, i []v1beta1.ClusterNetworkPolicy) runtime.Object {
+				return &v1beta1.ClusterNetworkPolicyList{ListMeta: m, Items: i}
+			}), []string{clusterPolicy[1].String()}},
 		{"EndpointSlice", discovery, "endpointslices", false, func() object { return new(discoveryv1.EndpointSlice) },
 			listOf(func(m metav1.ListMeta, i []discoveryv1.EndpointSlice) runtime.Object {
 				return &discoveryv1.EndpointSliceList{ListMeta: m, Items: i}
-			})},
+			}), nil},
 		{"Service", core, "services", false, func() object { return new(corev1.Service) },
 			listOf(func(m metav1.ListMeta, i []corev1.Service) runtime.Object {
 				return &corev1.ServiceList{ListMeta: m, Items: i}
-			})},
+			}), nil},
 	}
 }
 
@@ -96,10 +103,10 @@ func findKind(all []kind, apiVersion, name string) (k kind, known bool, err erro
 			name, apiVersion, strings.Join(names, ", "))
 	}
 	k = all[i]
-	switch apiVersion {
-	case k.apiVersion:
+	switch {
+	case apiVersion == k.apiVersion || slices.Contains(k.also, apiVersion):
 		return k, true, nil
-	case "":
+	case apiVersion == "":
 		return k, true, fmt.Errorf("apiVersion is missing: write apiVersion: %s", k.apiVersion)
 	}
 	return k, true, fmt.Errorf("apiVersion %q of kind %s is not read: write apiVersion: %s", apiVersion, k.name, k.apiVersion)

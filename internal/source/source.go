@@ -26,13 +26,14 @@ func runReflectors(ctx context.Context, lws map[string]cache.ListerWatcher, t *t
 	logger := logr.FromSlogHandler(log.Handler())
 	ctx = klog.NewContext(ctx, logger)
 	stores := map[string]cache.ReflectorStore{
-		"Pod":           newStore(t, t.Pods, trimPod, in.Pods),
-		"Namespace":     newStore(t, t.Namespaces, trimNamespace, in.Namespaces),
-		"Node":          newStore(t, t.Nodes, trimNode, in.Nodes),
-		"Service":       newStore(t, t.Services, trimService, in.Services),
-		"EndpointSlice": newStore(t, t.Slices, trimSlice, in.Slices),
-		"NetworkPolicy": newStore(t, t.Policies, trimPolicy, in.Policies),
-		"ServiceCIDR":   newStore(t, t.ServiceCIDRs, trimServiceCIDR, in.ServiceCIDRs),
+		"Pod":                  newStore(t, t.Pods, trimPod, in.Pods),
+		"Namespace":            newStore(t, t.Namespaces, trimNamespace, in.Namespaces),
+		"Node":                 newStore(t, t.Nodes, trimNode, in.Nodes),
+		"Service":              newStore(t, t.Services, trimService, in.Services),
+		"EndpointSlice":        newStore(t, t.Slices, trimSlice, in.Slices),
+		"NetworkPolicy":        newStore(t, t.Policies, trimPolicy, in.Policies),
+		"ClusterNetworkPolicy": newStore(t, t.ClusterPolicies, trimClusterPolicy, in.ClusterPolicies),
+		"ServiceCIDR":          newStore(t, t.ServiceCIDRs, trimServiceCIDR, in.ServiceCIDRs),
 	}
 	var wg sync.WaitGroup
 	for _, k := range kinds() {

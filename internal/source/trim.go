@@ -7,6 +7,7 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 
 	"github.com/podweir/podweir/internal/health"
 )
@@ -130,6 +131,10 @@ func trimSlice(s *discoveryv1.EndpointSlice) *discoveryv1.EndpointSlice {
 
 func trimPolicy(p *networkingv1.NetworkPolicy) *networkingv1.NetworkPolicy {
 	return &networkingv1.NetworkPolicy{ObjectMeta: trimMeta(p.ObjectMeta), Spec: p.Spec}
+}
+
+func trimClusterPolicy(p *v1beta1.ClusterNetworkPolicy) *v1beta1.ClusterNetworkPolicy {
+	return &v1beta1.ClusterNetworkPolicy{ObjectMeta: trimMeta(p.ObjectMeta), Spec: p.Spec}
 }
 
 func trimServiceCIDR(s *networkingv1.ServiceCIDR) *networkingv1.ServiceCIDR {

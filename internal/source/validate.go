@@ -12,6 +12,9 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/apimachinery/pkg/util/validation/field"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
+
+	"github.com/podweir/podweir/internal/policy"
 )
 
 // validate checks what the dataplane reads of an object, and that the API
@@ -72,6 +75,10 @@ func validate(obj object, k kind) field.ErrorList {
 		v.slice(o)
 	case *networkingv1.NetworkPolicy:
 		v.policy(o)
+	case *v1beta1.ClusterNetworkPolicy:
+		for _, p := range policy.CheckCluster(o) {
+			v.errs = append(v.errs, field.Forbidden(field.NewPath(p.Field), p.Err))
+		}
 	}
 	return v.errs
 }

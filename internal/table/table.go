@@ -10,6 +10,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	networkingv1 "k8s.io/api/networking/v1"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 )
 
 // Tables are the tables of one node, in one database.
@@ -24,6 +25,8 @@ type Tables struct {
 	Policies     statedb.RWTable[*networkingv1.NetworkPolicy]
 	ServiceCIDRs statedb.RWTable[*networkingv1.ServiceCIDR]
 
+	ClusterPolicies statedb.RWTable[*v1beta1.ClusterNetworkPolicy]
+
 	Problems statedb.RWTable[*Problem]
 
 	mu      sync.Mutex
@@ -34,14 +37,14 @@ type Tables struct {
 // Initializers mark the tables complete, each within a write transaction that
 // has locked its table. Calling one again does nothing.
 type Initializers struct {
-	Pods, Namespaces, Nodes, Services, Slices, Policies, ServiceCIDRs func(statedb.WriteTxn)
+	Pods, Namespaces, Nodes, Services, Slices, Policies, ServiceCIDRs, ClusterPolicies func(statedb.WriteTxn)
 }
 
 // New returns empty tables that wait for a source.
 func New() (*Tables, error) {
 	db := statedb.New()
 	t := &Tables{DB: db}
-	var errs [8]error
+	var errs [9]error
 	t.Pods, errs[0] = newTable(db, "pods", podIPIndex, podNodeIndex)
 	t.Namespaces, errs[1] = newTable[*corev1.Namespace](db, "namespaces")
 	t.Nodes, errs[2] = newTable[*corev1.Node](db, "nodes")
@@ -49,6 +52,7 @@ func New() (*Tables, error) {
 	t.Slices, errs[4] = newTable(db, "endpointslices", sliceServiceIndex)
 	t.Policies, errs[5] = newTable[*networkingv1.NetworkPolicy](db, "networkpolicies")
 	t.ServiceCIDRs, errs[6] = newTable[*networkingv1.ServiceCIDR](db, "servicecidrs")
+	t.ClusterPolicies, errs[8] = newTable[*v1beta1.ClusterNetworkPolicy](db, "clusternetworkpolicies")
 	t.Problems, errs[7] = statedb.NewTable(db, "problems", problemIndex, problemOwnerIndex)
 	if err := errors.Join(errs[:]...); err != nil {
 		return nil, fmt.Errorf("make the tables: %w", err)
@@ -60,7 +64,7 @@ func New() (*Tables, error) {
 
 // objectTables are the tables that a source fills.
 func (t *Tables) objectTables() []statedb.TableMeta {
-	return []statedb.TableMeta{t.Pods, t.Namespaces, t.Nodes, t.Services, t.Slices, t.Policies, t.ServiceCIDRs}
+	return []statedb.TableMeta{t.Pods, t.Namespaces, t.Nodes, t.Services, t.Slices, t.Policies, t.ServiceCIDRs, t.ClusterPolicies}
 }
 
 func (t *Tables) register(name string) Initializers {
@@ -74,6 +78,8 @@ func (t *Tables) register(name string) Initializers {
 		Slices:       t.Slices.RegisterInitializer(txn, name),
 		Policies:     t.Policies.RegisterInitializer(txn, name),
 		ServiceCIDRs: t.ServiceCIDRs.RegisterInitializer(txn, name),
+
+		ClusterPolicies: t.ClusterPolicies.RegisterInitializer(txn, name),
 	}
 }
 
@@ -96,7 +102,7 @@ func (t *Tables) MarkComplete(in Initializers) {
 	txn := t.DB.WriteTxn(t.objectTables()...)
 	defer txn.Commit()
 	for _, done := range []func(statedb.WriteTxn){
-		in.Pods, in.Namespaces, in.Nodes, in.Services, in.Slices, in.Policies, in.ServiceCIDRs,
+		in.Pods, in.Namespaces, in.Nodes, in.Services, in.Slices, in.Policies, in.ServiceCIDRs, in.ClusterPolicies,
 	} {
 		done(txn)
 	}

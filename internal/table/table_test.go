@@ -126,7 +126,7 @@ func TestSyncedNeedsEveryTableOfASource(t *testing.T) {
 	}{
 		{tables.Pods, in.Pods}, {tables.Namespaces, in.Namespaces}, {tables.Nodes, in.Nodes},
 		{tables.Services, in.Services}, {tables.Slices, in.Slices}, {tables.Policies, in.Policies},
-		{tables.ServiceCIDRs, in.ServiceCIDRs},
+		{tables.ServiceCIDRs, in.ServiceCIDRs}, {tables.ClusterPolicies, in.ClusterPolicies},
 	}
 	for _, s := range steps {
 		if tables.Synced(tables.DB.ReadTxn()) {

@@ -11,15 +11,27 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"k8s.io/client-go/kubernetes/scheme"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 	"sigs.k8s.io/yaml"
 )
 
-// Object is a Kubernetes object of any kind the client library knows.
+// knownTypes are those of the client library, and ClusterNetworkPolicy.
+var knownTypes = sync.OnceValue(func() *runtime.Scheme {
+	s := runtime.NewScheme()
+	if err := errors.Join(scheme.AddToScheme(s), v1beta1.Install(s)); err != nil {
+		panic(err) // two kinds of one name
+	}
+	return s
+})
+
+// Object is a Kubernetes object of any kind that is known.
 type Object interface {
 	metav1.Object
 	runtime.Object
@@ -36,7 +48,7 @@ func NewManifests(dir string) (*Manifests, error) {
 
 // File is where an object is kept: kind_namespace_name.yaml.
 func (m *Manifests) File(obj Object) (string, error) {
-	gvks, _, err := scheme.Scheme.ObjectKinds(obj)
+	gvks, _, err := knownTypes().ObjectKinds(obj)
 	if err != nil {
 		return "", err
 	}
@@ -54,7 +66,7 @@ func (m *Manifests) path(kind, namespace, name string) string {
 // Put writes objects, in this order, new or in place of an earlier version.
 func (m *Manifests) Put(objs ...Object) error {
 	for _, obj := range objs {
-		gvks, _, err := scheme.Scheme.ObjectKinds(obj)
+		gvks, _, err := knownTypes().ObjectKinds(obj)
 		if err != nil {
 			return fmt.Errorf("write %s/%s: %w", obj.GetNamespace(), obj.GetName(), err)
 		}
@@ -161,7 +173,7 @@ func Load(dir string) ([]Object, error) {
 
 // Decode decodes a stream of YAML documents.
 func Decode(data []byte) ([]Object, error) {
-	decoder := scheme.Codecs.UniversalDeserializer()
+	decoder := serializer.NewCodecFactory(knownTypes()).UniversalDeserializer()
 	docs := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(data)))
 	var objs []Object
 	for n := 1; ; n++ {

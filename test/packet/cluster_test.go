@@ -153,8 +153,8 @@ func (c *cluster) covered(k pwmaps.PrefixKey, a addr) bool {
 	return false
 }
 
-// allows asks one table for a peer: exact port, class of ports, anything; a
-// table that says nothing denies.
+// allows asks one table for a peer: exact port, class of ports, anything, and
+// the default if there is one; a table that says nothing denies.
 func (c *cluster) allows(table, identity uint32, proto uint8, port uint16) (ok bool, rule uint32) {
 	if table == 0 {
 		return true, 0
@@ -173,7 +173,11 @@ func (c *cluster) allows(table, identity uint32, proto uint8, port uint16) (ok b
 			return e.Verdict == pwmaps.VerdictAllow, e.Rule
 		}
 	}
-	return false, 0
+	if table&pwmaps.TableDefault == 0 || identity == pwmaps.IdentityUnknown {
+		return false, 0
+	}
+	e := c.policy[pwmaps.PolicyKey{Table: table, Kind: pwmaps.PolicyDefault}]
+	return e.Verdict == pwmaps.VerdictAllow, e.Rule
 }
 
 func hasPorts(proto uint8) bool {

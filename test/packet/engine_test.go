@@ -21,6 +21,9 @@ import (
 // fall between them.
 const timeUnit = uint64(4 * time.Second)
 
+// tableDefault is a table with a default, of those that policies give to pods.
+const tableDefault = 5 | pwmaps.TableDefault
+
 func testTimeouts() (timeouts, map[string]uint64) {
 	u := timeUnit
 	t := timeouts{
@@ -107,6 +110,9 @@ func newEngine(t testing.TB, f family, crowded bool) *engine {
 	w.policy(3, idRemote, pwmaps.PolicyAny, 0, 0, pwmaps.VerdictDeny)
 	w.policy(4, idRemote, pwmaps.PolicyClass, pwmaps.ProtoTCP, 0, pwmaps.VerdictAllow)
 	w.policy(4, pwmaps.IdentityWorld, pwmaps.PolicyAny, 0, 0, pwmaps.VerdictAllow)
+	w.policy(tableDefault, 0, pwmaps.PolicyDefault, 0, 0, pwmaps.VerdictAllow)
+	w.policy(tableDefault, idRemote, pwmaps.PolicyAny, 0, 0, pwmaps.VerdictDeny)
+	w.policy(tableDefault, idClient, pwmaps.PolicyPort, pwmaps.ProtoTCP, podPort, pwmaps.VerdictDeny)
 	e := &engine{w: w, base: w.readCluster(), talks: conversations(f), frames: make(map[packet][]byte), seen: make(map[reason]uint64)}
 	limits, _ := testTimeouts()
 	e.m = &model{cluster: w.readCluster(), limits: limits, overlaid: true, room: w.set.Flows.MaxEntries()}

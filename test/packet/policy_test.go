@@ -1,6 +1,7 @@
 package packet
 
 import (
+	"fmt"
 	"testing"
 
 	"github.com/podweir/podweir/internal/bpf"
@@ -73,6 +74,58 @@ func TestProbeOrder(t *testing.T) {
 				}
 			}
 		}
+	})
+}
+
+// The default decides where nothing else is said of a peer, in tables whose
+// number says that there is one; and never lets in who has no identity.
+func TestDefault(t *testing.T) {
+	const class, none = 3, maps.VerdictAllow + maps.VerdictDeny
+	allow, deny := maps.VerdictAllow, maps.VerdictDeny
+	both(t, func(t *testing.T, w *world) {
+		put(w, w.set.PortClass, podPort, class)
+		fr := frame{src: ap(w.f.client, 1), dst: ap(w.f.local, podPort)}
+		check := func(what string, want bool) {
+			t.Helper()
+			a, b, c, d := w.try(func(fr frame) *result { return w.pod(devClient, fr) }, fr)
+			if a != want || b != want || c != want || d != want {
+				t.Errorf("%s: TCP %v, UDP %v, SCTP %v, ICMP %v, want %v", what, a, b, c, d, want)
+			}
+		}
+		for _, table := range []uint32{7, 7 | maps.TableDefault} {
+			w.edit(w.f.local, func(e *maps.Endpoint) { e.PolicyIn = table })
+			for _, byDefault := range []uint8{allow, deny, none} {
+				for _, wildcard := range []uint8{allow, deny, none} {
+					clear(w, w.set.Policy)
+					if byDefault != none {
+						w.policy(table, 0, maps.PolicyDefault, 0, 0, byDefault)
+					}
+					want := byDefault == allow && table != 7
+					if wildcard != none {
+						w.policy(table, idClient, maps.PolicyAny, 0, 0, wildcard)
+						want = wildcard == allow
+					}
+					check(fmt.Sprintf("table %#x, default %d, any %d", table, byDefault, wildcard), want)
+				}
+			}
+			// One port is denied, the rest is left to the default.
+			clear(w, w.set.Policy)
+			w.policy(table, 0, maps.PolicyDefault, 0, 0, allow)
+			w.policy(table, idClient, maps.PolicyPort, maps.ProtoTCP, podPort, deny)
+			w.policy(table, idClient, maps.PolicyClass, maps.ProtoUDP, class, deny)
+			a, b, c, d := w.try(func(fr frame) *result { return w.pod(devClient, fr) }, fr)
+			if rest := table != 7; a || b || c != rest || d != rest {
+				t.Errorf("table %#x: denied TCP %v, UDP %v; left to the default SCTP %v, ICMP %v", table, a, b, c, d)
+			}
+		}
+		// The one that follows the others is not the default of another table.
+		clear(w, w.set.Policy)
+		w.policy(8|maps.TableDefault, 0, maps.PolicyDefault, 0, 0, allow)
+		check("another table's default", false)
+		w.policy(7|maps.TableDefault, 0, maps.PolicyDefault, 0, 0, allow)
+		check("default", true)
+		w.edit(w.f.client, func(e *maps.Endpoint) { e.Identity = maps.IdentityUnknown })
+		check("no identity", false)
 	})
 }
 

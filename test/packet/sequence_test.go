@@ -404,7 +404,10 @@ func (e *engine) change(s step, kind byte) string {
 		if !there {
 			return ""
 		}
-		table := uint32(s.y>>1) % 5
+		table := uint32(s.y>>1) % 6
+		if table == 5 {
+			table = tableDefault
+		}
 		if s.y&1 == 0 {
 			ep.PolicyIn = table
 		} else {

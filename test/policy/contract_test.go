@@ -25,6 +25,8 @@ func TestPolicy(t *testing.T) {
 	w.run("P11 unrelated changes", (*world).unrelated)
 	w.run("P16 selectors", (*world).selectors)
 	w.run("P17 families", (*world).families)
+	w.run("P19 cluster policies", (*world).clusterPolicies)
+	w.run("P19 changes and versions", (*world).clusterPolicyChanges)
 	w.run("P14 restart", (*world).restart)
 	w.run("P14 changes without agents", (*world).missed)
 }

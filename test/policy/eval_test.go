@@ -8,6 +8,7 @@ import (
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 )
 
 // party is one end of a probe: a pod, or a host (a node, or the outside).
@@ -17,10 +18,11 @@ type party struct {
 	addr netip.Addr
 }
 
-// rules evaluates NetworkPolicies as the API documents them, one pair at a
-// time and without any state.
+// rules evaluates policies as their APIs document them, one pair at a time and
+// without any state.
 type rules struct {
 	policies   []*networkingv1.NetworkPolicy
+	cluster    []*v1beta1.ClusterNetworkPolicy
 	namespaces map[string]map[string]string
 }
 
@@ -45,6 +47,13 @@ func (r rules) allowed(src, dst party, proto corev1.Protocol, port int) bool {
 func (r rules) side(own, peer party, direction networkingv1.PolicyType, proto corev1.Protocol, port int) bool {
 	if own.pod == nil {
 		return true
+	}
+	egress := direction == networkingv1.PolicyTypeEgress
+	switch r.tier(v1beta1.AdminTier, own, peer, egress, proto, port) {
+	case v1beta1.ClusterNetworkPolicyRuleActionAccept:
+		return true
+	case v1beta1.ClusterNetworkPolicyRuleActionDeny:
+		return false
 	}
 	isolated := false
 	for _, p := range r.policies {
@@ -76,7 +85,10 @@ func (r rules) side(own, peer party, direction networkingv1.PolicyType, proto co
 			}
 		}
 	}
-	return !isolated
+	if isolated {
+		return false
+	}
+	return r.tier(v1beta1.BaselineTier, own, peer, egress, proto, port) != v1beta1.ClusterNetworkPolicyRuleActionDeny
 }
 
 func (r rules) ports(list []networkingv1.NetworkPolicyPort, proto corev1.Protocol, port int) bool {

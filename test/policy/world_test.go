@@ -16,6 +16,7 @@ import (
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 
 	"github.com/podweir/podweir/internal/api"
 	pwmaps "github.com/podweir/podweir/internal/maps"
@@ -36,6 +37,7 @@ type world struct {
 	pods       map[string]*corev1.Pod // by namespace/name
 	namespaces map[string]map[string]string
 	policies   map[string]*networkingv1.NetworkPolicy
+	cluster    map[string]*v1beta1.ClusterNetworkPolicy
 	hosts      int // last host part of an address given away
 	marks      int
 }
@@ -56,6 +58,7 @@ func newWorld(t *testing.T) *world {
 	w := &world{
 		T: t, ctx: ctx, c: cluster.ForTest(t, cluster.Config{}), sets: map[string]pwmaps.Set{}, hosts: 10,
 		pods: map[string]*corev1.Pod{}, policies: map[string]*networkingv1.NetworkPolicy{},
+		cluster: map[string]*v1beta1.ClusterNetworkPolicy{},
 		namespaces: map[string]map[string]string{
 			"x": {"team": "red", "stage": "prod"}, "v": {"team": "blue"}, "z": {}, "sys": {},
 		},
@@ -124,7 +127,11 @@ func (w *world) clear() {
 	for _, p := range w.policies {
 		w.must(w.c.Manifests.Delete(p))
 	}
+	for _, p := range w.cluster {
+		w.must(w.c.Manifests.Delete(p))
+	}
 	clear(w.policies)
+	clear(w.cluster)
 	w.settled()
 }
 
@@ -187,13 +194,16 @@ func (w *world) apply(docs ...string) {
 }
 
 // write writes policies, each given as a line with its name and the body of
-// its spec.
+// its spec. One without a namespace is a ClusterNetworkPolicy.
 func (w *world) write(docs ...string) {
 	w.Helper()
 	for _, doc := range docs {
 		name, spec, _ := strings.Cut(strings.TrimSpace(doc), "\n")
-		namespace, short, _ := strings.Cut(strings.TrimSpace(name), "/")
+		namespace, short, namespaced := strings.Cut(strings.TrimSpace(name), "/")
 		text := "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {namespace: " + namespace + ", name: " + short + "}\nspec:\n"
+		if !namespaced {
+			text = "apiVersion: policy.networking.k8s.io/v1beta1\nkind: ClusterNetworkPolicy\nmetadata: {name: " + name + "}\nspec:\n"
+		}
 		for line := range strings.Lines(spec) {
 			text += "  " + strings.ReplaceAll(line, "\t", "  ")
 		}
@@ -201,9 +211,13 @@ func (w *world) write(docs ...string) {
 		if err != nil {
 			w.Fatalf("%v\n%s", err, text)
 		}
-		p := objs[0].(*networkingv1.NetworkPolicy)
-		w.must(w.c.Manifests.Put(p))
-		w.policies[p.Namespace+"/"+p.Name] = p
+		w.must(w.c.Manifests.Put(objs...))
+		switch p := objs[0].(type) {
+		case *networkingv1.NetworkPolicy:
+			w.policies[p.Namespace+"/"+p.Name] = p
+		case *v1beta1.ClusterNetworkPolicy:
+			w.cluster[p.Name] = p
+		}
 	}
 }
 
@@ -267,7 +281,7 @@ func (w *world) mark() {
 func (w *world) dropped() (uint64, error) { return mesh.Dropped(w.sets)() }
 
 func (w *world) rules() rules {
-	return rules{slices.Collect(maps.Values(w.policies)), w.namespaces}
+	return rules{slices.Collect(maps.Values(w.policies)), slices.Collect(maps.Values(w.cluster)), w.namespaces}
 }
 
 // addrs are the addresses of a pod, a node or the outside, IPv4 first.
