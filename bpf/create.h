@@ -252,7 +252,6 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 	err = pw_flow_vacant(pw_key_arg(s, key));
 	if (err != PW_INSERTED)
 		return err == PW_EXISTS ? PW_FLOW_RACE_LOST : PW_DROP_FLOW_INSERT;
-	s->fwd.key_hash = pw_key_hash(key);
 	s->rev.key_hash = pw_key_hash(&s->rev_key);
 	err = PW_EXISTS;
 	if (!s->snat) {

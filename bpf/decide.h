@@ -325,6 +325,7 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	s->fwd.src_gen = s->src.gen;
 	s->fwd.dst_gen = s->dst.gen;
 	s->fwd.last_seen = s->fwd.created = pw_now();
+	s->fwd.key_hash = pw_key_hash(&p->key);
 	if (pw_never_creates(p))
 		return s->snat ? PW_DROP_STRAY : 0;
 	if (p->key.proto == IPPROTO_TCP && !(p->tcp_flags & PW_TCP_SYN)) {

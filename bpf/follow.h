@@ -124,7 +124,7 @@ static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
 		p->known = s->known.flags & (PW_F_CLAMP | PW_F_TUNNEL) &&
 			   pw_over_limit(skb, p, &s->known);
 		if (!p->known)
-			return pw_act(skb, p, &s->known, PW_ACT_KNOWN);
+			return pw_act(skb, p, &s->known);
 	}
 	return pw_go_slow(skb, p, s);
 }

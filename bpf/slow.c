@@ -116,7 +116,7 @@ static __always_inline int pw_follow_error(struct __sk_buff *skb, struct pw_pkt 
 		return pw_pass(skb, p);
 	if (err)
 		return pw_drop(skb, p, err);
-	return pw_act(skb, p, &s->fwd, PW_ACT_FIRST);
+	return pw_act(skb, p, &s->fwd);
 }
 
 /* Limits the packet, see pw_over_limit. Returns 0 or PW_DROP_TOO_BIG. */
@@ -163,5 +163,5 @@ int slow(struct __sk_buff *skb)
 	if (s->fwd.flags & (PW_F_CLAMP | PW_F_TUNNEL) && pw_limit(skb, &p, &s->fwd) &&
 	    pw_tell_mtu(skb, &p))
 		return pw_send_back(skb, &p);
-	return pw_act(skb, &p, &s->fwd, s->pkt.known ? PW_ACT_KNOWN : PW_ACT_FIRST);
+	return pw_act(skb, &p, &s->fwd);
 }

@@ -299,7 +299,6 @@ func (m *model) step(p packet, ch choice) outcome {
 		return m.icmpError(p, o)
 	}
 	f, dir := m.find(p.key)
-	known := m.known(f, dir, p)
 	if f != nil {
 		over := false
 		switch {
@@ -323,7 +322,7 @@ func (m *model) step(p packet, ch choice) outcome {
 		}
 		if !over {
 			m.touch(f, dir, p, o)
-			return m.deliver(f, dir, p, o, known)
+			return m.deliver(f, dir, p, o)
 		}
 		m.end(f)
 		o.engine[takenOver]++
@@ -389,7 +388,7 @@ func (m *model) first(p packet, ch choice, o outcome) outcome {
 				o.end = bpf.DpPwReasonPW_DROP_STRAY
 				return o
 			}
-			return m.deliver(f, orig, p, o, false)
+			return m.deliver(f, orig, p, o)
 		}
 		if p.flags&syn == 0 {
 			f.midstream = true
@@ -399,7 +398,7 @@ func (m *model) first(p packet, ch choice, o outcome) outcome {
 	if o.end = m.create(f, ch, o); o.end != 0 {
 		return o
 	}
-	return m.deliver(f, orig, p, o, false)
+	return m.deliver(f, orig, p, o)
 }
 
 // source: under which address it goes on.
