@@ -128,14 +128,15 @@ static __always_inline int pw_decap(struct __sk_buff *skb, struct pw_pkt *p)
 		if (node && pw_outer_matches(skb, node) && pw_current(p, f)) {
 			if (pw_strip(skb, p))
 				return PW_NEXT;
-			pw_flow_touch(p, f, at, skb->len);
-			return pw_act(skb, p, f);
+			/* Stripped as it is, it goes the way of all packets. */
+			return pw_flow_touch(p, f, at, skb->len) ? PW_INNER : pw_act(skb, p, f);
 		}
 	}
 	/* Unknown, or not as its entry says: to a pod from a node it is, at least. */
 	if (!bpf_map_lookup_elem(&pw_endpoints, &p->key.dst) || !pw_outer_node(skb, &p->from) ||
 	    pw_strip(skb, p))
 		return PW_NEXT;
+	p->missed = !at;
 	return PW_INNER;
 }
 
