@@ -16,7 +16,7 @@
  */
 #define PW_INSERT_TRIES 16
 #define PW_RESERVE_TRIES 3
-#define PW_VACANT_TRIES 64
+#define PW_VACANT_TRIES 256
 
 /* An existing reply entry that belongs to the very flow being created. */
 static __always_inline int pw_same_origin(const struct pw_flow *a, const struct pw_flow *b)
@@ -32,31 +32,34 @@ enum pw_insert {
 	PW_NO_ROOM,
 };
 
+enum pw_entry {
+	PW_REV, /* the scratch's rev under rev_key */
+	PW_FWD, /* its fwd under fwd_key, which has just been found vacant */
+};
+
 struct pw_inserting {
-	const struct pw_flow_key *k;
-	const struct pw_flow *val;
-	struct pw_scratch *s;
+	struct pw_flow_key *key;
+	struct pw_flow *val;
+	__u32 which;  /* enum pw_entry */
 	__s32 result; /* enum pw_insert */
 };
 
 static long pw_insert_step(__u32 i, struct pw_inserting *c)
 {
-	struct pw_scratch *s = c->s;
-	const struct pw_flow_key *key;
-	struct pw_flow *old;
+	struct pw_flow_key *key = c->key;
+	struct pw_flow *old = NULL;
 
-	old = pw_flow_find(pw_key_arg(s, c->k));
+	if (i || c->which != PW_FWD)
+		old = pw_flow_find(key);
 	if (old) {
-		if (!pw_flow_expired(c->k, old, PW_SCRATCH_PACKET)) {
+		if (!pw_flow_expired(key, old, PW_SCRATCH_PACKET)) {
 			c->result = PW_EXISTS;
 			return 1;
 		}
-		if (!pw_flow_claim(c->k, old, PW_SCRATCH_PACKET))
+		if (!pw_flow_claim(key, old, PW_SCRATCH_PACKET))
 			return 0;
 	}
-	key = pw_key_arg(s, c->k);
-	s->copy = *c->val; /* an argument too, see pw_key_arg */
-	if (pw_new_add(key, &s->copy))
+	if (pw_new_add(key, c->val))
 		return 0;
 	if (!bpf_map_lookup_elem(&pw_flows, key)) {
 		c->result = PW_INSERTED;
@@ -69,20 +72,22 @@ static long pw_insert_step(__u32 i, struct pw_inserting *c)
 /*
  * Puts one entry into pw_flows_new unless a live one is there, in either
  * table. An outlived one makes room, what is being removed is waited for,
- * and the tables are read again after the insert: a promotion may have come
+ * and pw_flows is read again after the insert: a promotion may have come
  * between. bpf_loop: the verifier follows it through one turn, not all.
  */
-__noinline int pw_flow_insert(const struct pw_flow_key *k, const struct pw_flow *val)
+__noinline int pw_flow_insert(enum pw_entry which)
 {
-	struct pw_inserting c = { .k = k, .val = val, .result = -1 };
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_inserting c = { .which = which, .result = -1 };
 
-	c.s = pw_get_scratch();
-	if (!k || !val || !c.s)
+	if (!s)
 		return PW_NO_ROOM;
+	c.key = which == PW_FWD ? &s->fwd_key : &s->rev_key;
+	c.val = which == PW_FWD ? &s->fwd : &s->rev;
 	bpf_loop(PW_INSERT_TRIES, pw_insert_step, &c, 0);
 	if (c.result >= 0)
 		return c.result;
-	return bpf_map_lookup_elem(&pw_flows_new, pw_key_arg(c.s, k)) ? PW_EXISTS : PW_NO_ROOM;
+	return bpf_map_lookup_elem(&pw_flows_new, c.key) ? PW_EXISTS : PW_NO_ROOM;
 }
 
 /* Has the protocol something in its header that tells flows apart? */
@@ -187,7 +192,7 @@ __noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_ke
 			continue;
 		s->rev_key.dport = port;
 		s->rev.key_hash = pw_key_hash(&s->rev_key);
-		err = pw_flow_insert(&s->rev_key, &s->rev);
+		err = pw_flow_insert(PW_REV);
 		if (err == PW_NO_ROOM)
 			return PW_DROP_FLOW_INSERT;
 		if (err == PW_INSERTED) {
@@ -214,7 +219,7 @@ static __always_inline int pw_flow_reserve(struct pw_scratch *s, int *ours)
 
 	*ours = 0;
 	for (i = 0; i < PW_RESERVE_TRIES && !other; i++) {
-		err = pw_flow_insert(&s->rev_key, &s->rev);
+		err = pw_flow_insert(PW_REV);
 		if (err != PW_EXISTS) {
 			*ours = err == PW_INSERTED;
 			return err;
@@ -240,11 +245,14 @@ struct pw_vacancy {
 
 static long pw_vacant_step(__u32 i, struct pw_vacancy *v)
 {
-	if (pw_flow_find(v->key))
-		v->result = PW_EXISTS;
-	else if (!bpf_map_lookup_elem(&pw_flows, v->key) &&
-		 !bpf_map_lookup_elem(&pw_flows_new, v->key))
+	struct pw_flow *f = bpf_map_lookup_elem(&pw_flows, v->key);
+
+	if (!f)
+		f = bpf_map_lookup_elem(&pw_flows_new, v->key);
+	if (!f)
 		v->result = PW_INSERTED;
+	else if (f->key_hash == pw_key_hash(v->key))
+		v->result = PW_EXISTS;
 	return v->result != PW_NO_ROOM;
 }
 
@@ -283,10 +291,10 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 
 	if (!key || !s)
 		return PW_DROP_FLOW_INSERT;
-	err = pw_flow_vacant(pw_key_arg(s, key));
+	s->fwd_key = *key;
+	err = pw_flow_vacant(&s->fwd_key);
 	if (err != PW_INSERTED)
 		return err == PW_EXISTS ? PW_FLOW_RACE_LOST : PW_DROP_FLOW_INSERT;
-	s->fwd.key_hash = pw_key_hash(key);
 	s->rev.key_hash = pw_key_hash(&s->rev_key);
 	err = PW_EXISTS;
 	if (!s->snat && !pw_host_knows(skb, s, key)) {
@@ -304,12 +312,12 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 	} else {
 		result = PW_FLOW_CREATED;
 	}
-	err = pw_flow_insert(key, &s->fwd);
+	err = pw_flow_insert(PW_FWD);
 	if (err == PW_INSERTED)
 		return result;
 	/* Lost: take back the reply entry, unless it is the winner's too. */
 	if (ours) {
-		other = pw_flow_find(pw_key_arg(s, key));
+		other = pw_flow_find(&s->fwd_key);
 		if (!other || !pw_addr_eq(&other->dst, &s->fwd.dst) ||
 		    other->dport != s->fwd.dport || other->sport != s->fwd.sport)
 			pw_new_delete(&s->rev_key);

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /*
- * VXLAN of known flows loses its header at the device it arrives on, without
- * a second pass through the stack. Whatever is unusual (an unknown flow, an
- * outer IPv6 header, fragments, options, a congestion mark, an old kernel)
- * is left to the kernel's device, and from_overlay decides.
+ * VXLAN for pods of this node loses its header at the device it arrives on,
+ * without a second pass through the stack, the first packet of a flow like
+ * the others. Whatever is unusual (an unknown peer, an outer IPv6 header,
+ * fragments, options, a congestion mark, an old kernel) is left to the
+ * kernel's device, and from_overlay decides.
  */
 #ifndef PW_DECAP_H
 #define PW_DECAP_H
@@ -44,6 +45,7 @@ static __always_inline int pw_strip(struct __sk_buff *skb, struct pw_pkt *p)
 		return -1;
 	/* One checksum fewer has been verified; nothing to take if none was. */
 	bpf_csum_level(skb, BPF_CSUM_LEVEL_DEC);
+	p->stripped = 1;
 	p->l3 -= PW_ENCAP_LEN;
 	p->l4 -= PW_ENCAP_LEN;
 	if (p->v6) {
@@ -58,15 +60,43 @@ static __always_inline int pw_strip(struct __sk_buff *skb, struct pw_pkt *p)
 }
 
 /*
- * Returns the action, or PW_NEXT to let the device take the packet. p is the
- * outer packet's and becomes the inner one's: one of them is all that the
- * stack has room for.
+ * The node that a header says it is from: one that we know, and would expect
+ * this header of. NULL if there is none.
+ */
+static __always_inline struct pw_node *pw_outer_node(struct __sk_buff *skb, struct pw_place *from)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	struct iphdr *ip = data + PW_HDR_IP;
+	struct pw_node *node;
+	struct pw_addr outer;
+	__u32 *id;
+
+	if ((void *)(ip + 1) > end)
+		return NULL;
+	pw_addr_v4(&outer, ip->saddr);
+	id = bpf_map_lookup_elem(&pw_node_ids, &outer);
+	if (!id || !*id)
+		return NULL;
+	from->kind = PW_PLACE_NODE;
+	from->id = *id;
+	node = bpf_map_lookup_elem(&pw_nodes, &from->id);
+	return node && pw_outer_matches(skb, node) ? node : NULL;
+}
+
+/* What is no action: p has lost its header and goes the way of all packets. */
+#define PW_INNER 256
+
+/*
+ * Returns the action, PW_NEXT to let the device take the packet, or PW_INNER.
+ * p is the outer packet's and becomes the inner one's: one of them is all
+ * that the stack has room for.
  */
 static __always_inline int pw_decap(struct __sk_buff *skb, struct pw_pkt *p)
 {
 	struct pw_scratch *s = pw_get_scratch();
 	struct pw_flow *at = NULL, *f;
 	struct pw_node *node;
+	int known;
 	__u32 id;
 
 	if (!s)
@@ -87,20 +117,27 @@ static __always_inline int pw_decap(struct __sk_buff *skb, struct pw_pkt *p)
 	/* The entry node's id would have to be looked up for the key. */
 	if (pw_has_via(skb, PW_HDR_INNER))
 		return PW_NEXT;
-	if (!pw_flow_load(&p->key, f, &at) || f->from.kind != PW_PLACE_NODE ||
-	    f->to.kind != PW_PLACE_POD)
+	known = pw_flow_load(&p->key, f, &at);
+	/* The host's own needs the device. */
+	if (known && f->to.kind != PW_PLACE_POD)
 		return PW_NEXT;
-	p->from = f->from;
-	if (!pw_current(p, f))
+	if (known && f->from.kind == PW_PLACE_NODE) {
+		p->from = f->from;
+		id = f->from.id;
+		node = bpf_map_lookup_elem(&pw_nodes, &id);
+		if (node && pw_outer_matches(skb, node) && pw_current(p, f)) {
+			if (pw_strip(skb, p))
+				return PW_NEXT;
+			/* Stripped as it is, it goes the way of all packets. */
+			return pw_flow_touch(p, f, at, skb->len) ? PW_INNER : pw_act(skb, p, f);
+		}
+	}
+	/* Unknown, or not as its entry says: to a pod from a node it is, at least. */
+	if (!bpf_map_lookup_elem(&pw_endpoints, &p->key.dst) || !pw_outer_node(skb, &p->from) ||
+	    pw_strip(skb, p))
 		return PW_NEXT;
-	id = f->from.id;
-	node = bpf_map_lookup_elem(&pw_nodes, &id);
-	if (!node || !pw_outer_matches(skb, node))
-		return PW_NEXT;
-	if (pw_strip(skb, p))
-		return PW_NEXT;
-	pw_flow_touch(p, f, at, skb->len);
-	return pw_act(skb, p, f, PW_ACT_DECAP);
+	p->missed = !at;
+	return PW_INNER;
 }
 
 #endif

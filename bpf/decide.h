@@ -287,13 +287,13 @@ static __always_inline int pw_never_creates(const struct pw_pkt *p)
 
 /*
  * A packet of no known flow. On success s->fwd holds the action and the flow
- * is in the table (unless this segment may not start one). Returns 0 or the
- * reason of the drop.
+ * is in the table (unless this segment may not start one). Returns 0, the
+ * reason of the drop, or PW_FLOW_RACE_LOST: the tuple is another CPU's flow by
+ * now.
  */
 __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 {
 	struct pw_scratch *s = pw_get_scratch();
-	struct pw_flow *other;
 	int err;
 
 	if (!p || !s)
@@ -330,6 +330,7 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	s->fwd.src_gen = s->src.gen;
 	s->fwd.dst_gen = s->dst.gen;
 	s->fwd.last_seen = s->fwd.created = pw_now();
+	s->fwd.key_hash = pw_key_hash(&p->key);
 	if (pw_never_creates(p))
 		return s->snat ? PW_DROP_STRAY : 0;
 	if (p->key.proto == IPPROTO_TCP && !(p->tcp_flags & PW_TCP_SYN)) {
@@ -343,13 +344,7 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	if (err >= PW_DROP_MALFORMED)
 		return err;
 	pw_count(err, p->hook, p->v6, skb->len);
-	if (err == PW_FLOW_RACE_LOST) {
-		other = pw_flow_find(pw_key_arg(s, &p->key));
-		if (!other)
-			return PW_DROP_FLOW_INSERT;
-		s->fwd = *other;
-	}
-	return 0;
+	return err == PW_FLOW_RACE_LOST ? err : 0;
 }
 
 /* Does a flow's source still live where the flow comes from? */

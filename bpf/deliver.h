@@ -63,7 +63,7 @@ static __always_inline void pw_make_ours(struct __sk_buff *skb)
 }
 
 static __always_inline int pw_to_pod(struct __sk_buff *skb, struct pw_pkt *p,
-				     const struct pw_flow *f, __u32 reason)
+				     const struct pw_flow *f)
 {
 	__u32 ifindex = f->to.id;
 
@@ -76,7 +76,7 @@ static __always_inline int pw_to_pod(struct __sk_buff *skb, struct pw_pkt *p,
 	}
 	if (pw_write_macs(skb, f->mac, 0))
 		return pw_drop(skb, p, PW_DROP_HELPER);
-	pw_count(reason, p->hook, p->v6, skb->len);
+	pw_count(p->stripped ? PW_FWD_DECAP : PW_FWD_LOCAL, p->hook, p->v6, skb->len);
 	if (pw_is_ingress(p)) {
 		pw_make_ours(skb);
 		return bpf_redirect_peer(ifindex, 0);
@@ -105,11 +105,11 @@ static __always_inline int pw_send(struct __sk_buff *skb, __u32 ifindex,
 }
 
 /*
- * Known flows get the tunnel header here. The device takes first packets,
- * what does not fit, and what adjust_room refuses.
+ * Packets of a flow, the first included, get the tunnel header here. The
+ * device takes ICMP errors, what does not fit, and what adjust_room refuses.
  */
 static __always_inline int pw_to_node(struct __sk_buff *skb, struct pw_pkt *p,
-				      const struct pw_flow *f, int known)
+				      const struct pw_flow *f)
 {
 	__u32 id = f->to.id;
 	struct pw_node *node = bpf_map_lookup_elem(&pw_nodes, &id);
@@ -121,7 +121,7 @@ static __always_inline int pw_to_node(struct __sk_buff *skb, struct pw_pkt *p,
 		pw_count(PW_FWD_DIRECT, p->hook, p->v6, skb->len);
 		return pw_send(skb, node->ifindex, p->v6 ? &node->nexthop6 : &node->nexthop);
 	}
-	if (known && (p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV) &&
+	if (p->kind == PW_KIND_FLOW && (p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV) &&
 	    pw_fits(skb, p, node) && !pw_encap(skb, p, node, f->key_hash, via)) {
 		pw_count(PW_FWD_ENCAP, p->hook, p->v6, skb->len);
 		return pw_send(skb, node->ifindex, &node->nexthop);
@@ -181,15 +181,8 @@ static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
 	return bpf_redirect(cfg_overlay_ifindex, BPF_F_INGRESS);
 }
 
-enum pw_act_mode {
-	PW_ACT_KNOWN, /* a packet of a flow in the table */
-	PW_ACT_FIRST, /* one that has just been decided, or an ICMP error */
-	PW_ACT_DECAP, /* as KNOWN, out of a tunnel header we took off */
-};
-
 /* The stack takes the TTL of what it forwards itself. */
-static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f,
-				  enum pw_act_mode mode)
+static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f)
 {
 	int dec = pw_is_ingress(p) && f->to.kind != PW_PLACE_HOST;
 	int err;
@@ -203,9 +196,9 @@ static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const
 	}
 	switch (f->to.kind) {
 	case PW_PLACE_POD:
-		return pw_to_pod(skb, p, f, mode == PW_ACT_DECAP ? PW_FWD_DECAP : PW_FWD_LOCAL);
+		return pw_to_pod(skb, p, f);
 	case PW_PLACE_NODE:
-		return pw_to_node(skb, p, f, mode == PW_ACT_KNOWN);
+		return pw_to_node(skb, p, f);
 	case PW_PLACE_WIRE:
 		return pw_to_wire(skb, p, f);
 	case PW_PLACE_HOST:

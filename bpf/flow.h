@@ -103,6 +103,13 @@ static __always_inline int pw_flow_load(const struct pw_flow_key *k, struct pw_f
 	return copy->key_hash == pw_key_hash(k);
 }
 
+/* Does the other direction's entry t name k? */
+static __always_inline int pw_names(const struct pw_flow *t, const struct pw_flow_key *k)
+{
+	return pw_addr_eq(&t->src, &k->dst) && pw_addr_eq(&t->dst, &k->src) &&
+	       t->sport == k->dport && t->dport == k->sport && t->twin_via == k->via;
+}
+
 /*
  * The entry of the other direction, its key in *twin. Both must name each
  * other: when a flood has pushed an original out and the initiator got
@@ -116,10 +123,7 @@ static __always_inline struct pw_flow *pw_twin_find(const struct pw_flow_key *k,
 
 	pw_twin_key(k, f, twin);
 	t = pw_flow_find(twin);
-	if (!t || !pw_addr_eq(&t->src, &k->dst) || !pw_addr_eq(&t->dst, &k->src) ||
-	    t->sport != k->dport || t->dport != k->sport || t->twin_via != k->via)
-		return NULL;
-	return t;
+	return t && pw_names(t, k) ? t : NULL;
 }
 
 /*
@@ -242,38 +246,45 @@ static __always_inline int pw_flow_promote(const struct pw_flow_key *k, const st
 	return bpf_map_lookup_elem(&pw_flows, k) ? 0 : -1;
 }
 
+enum pw_confirm {
+	PW_MOVED = 0,
+	PW_FULL,
+	PW_HALF, /* there is no twin, see pw_flow_whole */
+};
+
 /*
  * Moves a flow to pw_flows: reply entry first, so that the original, which
  * decides, never stands there alone. The old copies are left to age.
- * k and f are the original direction's. Returns 0 or -1 when it is full.
+ * k and f are the original direction's.
  */
 __noinline int pw_flow_confirm(const struct pw_flow_key *k, struct pw_flow *f)
 {
 	struct pw_scratch *s = pw_get_scratch();
-	struct pw_flow_key twin_key;
+	struct pw_flow_key *twin_key;
 	struct pw_flow *twin;
 
 	if (!k || !f || !s)
-		return -1;
-	pw_twin_key(k, f, &twin_key);
-	twin = bpf_map_lookup_elem(&pw_flows_new, &twin_key);
-	if (!twin)
-		return -1;
-	s->copy = *twin;
-	if (s->copy.key_hash != pw_key_hash(&twin_key))
-		return -1;
+		return PW_FULL;
+	twin_key = &s->twin;
+	pw_twin_key(k, f, twin_key);
+	twin = bpf_map_lookup_elem(&pw_flows_new, twin_key);
+	if (twin)
+		s->copy = *twin;
+	if (!twin || s->copy.key_hash != pw_key_hash(twin_key) || !pw_names(&s->copy, k))
+		/* If it is in pw_flows, another CPU is doing this. */
+		return pw_flow_has_twin(k, f) ? PW_MOVED : PW_HALF;
 	s->copy.flags |= PW_F_CONFIRMED;
-	if (pw_flow_promote(&twin_key, &s->copy))
-		return -1;
+	if (pw_flow_promote(twin_key, &s->copy))
+		return PW_FULL;
 	s->copy = *f;
 	if (s->copy.key_hash != pw_key_hash(k))
-		return -1;
+		return PW_FULL;
 	s->copy.flags |= PW_F_CONFIRMED;
 	if (pw_flow_promote(pw_key_arg(s, k), &s->copy)) {
-		bpf_map_delete_elem(&pw_flows, &twin_key);
-		return -1;
+		bpf_map_delete_elem(&pw_flows, twin_key);
+		return PW_FULL;
 	}
-	return 0;
+	return PW_MOVED;
 }
 
 /* FIN and RST act on both entries of a flow. */
@@ -307,7 +318,11 @@ __noinline int pw_flow_replied(const struct pw_flow_key *k, struct pw_flow *f)
 	if (!k || !f)
 		return 0;
 	f->flags |= PW_F_REPLIED;
-	twin = pw_twin_find(k, f, &twin_key);
+	/* It is where f is, most likely. */
+	pw_twin_key(k, f, &twin_key);
+	twin = bpf_map_lookup_elem(&pw_flows_new, &twin_key);
+	if (!twin || twin->key_hash != pw_key_hash(&twin_key) || !pw_names(twin, k))
+		twin = pw_twin_find(k, f, &twin_key);
 	if (twin)
 		twin->flags |= PW_F_REPLIED;
 	return 0;
@@ -327,28 +342,41 @@ static __always_inline int pw_confirms(const struct pw_pkt *p)
 	       PW_TCP_ACK;
 }
 
+/* Will this packet of the flow move it to pw_flows? */
+static __always_inline int pw_promotes(const struct pw_pkt *p, const struct pw_flow *f)
+{
+	return (f->flags & (PW_F_CONFIRMED | PW_F_REPLY | PW_F_REPLIED)) == PW_F_REPLIED &&
+	       pw_confirms(p);
+}
+
 /*
  * Bookkeeping of a known flow's packet: f is the copy it is handled by, at
- * the entry in either table.
+ * the entry in either table. 0, or not: there is half a flow, and the entry
+ * does not speak for the packet.
  */
-static __always_inline void pw_flow_touch(const struct pw_pkt *p, const struct pw_flow *f,
-					  struct pw_flow *at, __u32 len)
+static __always_inline int pw_flow_touch(const struct pw_pkt *p, const struct pw_flow *f,
+					 struct pw_flow *at, __u32 len)
 {
+	int moved;
+
 	at->last_seen = pw_now();
+	if (pw_promotes(p, f)) {
+		moved = pw_flow_confirm(&p->key, at);
+		if (moved == PW_HALF)
+			return -1;
+		pw_count(moved == PW_MOVED ? PW_FLOW_CONFIRMED : PW_FLOW_TABLE_FULL, p->hook, p->v6,
+			 len);
+	}
 	if (p->key.proto == IPPROTO_TCP && (p->tcp_flags & (PW_TCP_FIN | PW_TCP_RST_BIT)))
 		pw_flow_tcp(&p->key, at, p->tcp_flags);
 	if (f->flags & PW_F_CONFIRMED) {
 		pw_count(PW_FLOW_HIT, p->hook, p->v6, len);
-		return;
+		return 0;
 	}
 	pw_count(PW_FLOW_HIT_NEW, p->hook, p->v6, len);
-	if (f->flags & PW_F_REPLY) {
-		if (!(f->flags & PW_F_REPLIED))
-			pw_flow_replied(&p->key, at);
-	} else if ((f->flags & PW_F_REPLIED) && pw_confirms(p)) {
-		pw_count(pw_flow_confirm(&p->key, at) ? PW_FLOW_TABLE_FULL : PW_FLOW_CONFIRMED,
-			 p->hook, p->v6, len);
-	}
+	if ((f->flags & (PW_F_REPLY | PW_F_REPLIED)) == PW_F_REPLY)
+		pw_flow_replied(&p->key, at);
+	return 0;
 }
 
 static __always_inline int pw_same_place(const struct pw_place *a, const struct pw_place *b)

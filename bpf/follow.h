@@ -22,7 +22,7 @@ static __always_inline int pw_is_syn(const struct pw_pkt *p)
 static __always_inline int pw_current(const struct pw_pkt *p, const struct pw_flow *f)
 {
 	return f->verdict == PW_VERDICT_ALLOW && pw_same_place(&f->from, &p->from) && pw_fresh(f) &&
-	       pw_flow_whole(&p->key, f) &&
+	       (pw_promotes(p, f) || pw_flow_whole(&p->key, f)) &&
 	       !(pw_is_syn(p) && (f->service || pw_tcp_closed(f->tcp))) &&
 	       f->last_seen + pw_flow_timeout(p->key.proto, f) > pw_now();
 }
@@ -142,12 +142,15 @@ static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
 
 	if (!s)
 		return pw_drop(skb, p, PW_DROP_HELPER);
-	if (p->kind != PW_KIND_ICMP_ERROR && pw_flow_load(&p->key, &s->known, &at) &&
-	    pw_current(p, &s->known)) {
-		pw_flow_touch(p, &s->known, at, skb->len);
-		p->known = pw_is_limited(skb, p, &s->known) && pw_over_limit(skb, p, &s->known);
-		if (!p->known)
-			return pw_act(skb, p, &s->known, PW_ACT_KNOWN);
+	if (p->kind != PW_KIND_ICMP_ERROR && !p->missed) {
+		if (pw_flow_load(&p->key, &s->known, &at) && pw_current(p, &s->known) &&
+		    !pw_flow_touch(p, &s->known, at, skb->len)) {
+			p->known = pw_is_limited(skb, p, &s->known) &&
+				   pw_over_limit(skb, p, &s->known);
+			if (!p->known)
+				return pw_act(skb, p, &s->known);
+		}
+		p->missed = !at;
 	}
 	return pw_go_slow(skb, p, s);
 }

@@ -3,8 +3,8 @@
  * tc ingress of the node's devices. Most of what arrives is the host's own
  * and is left alone. What is meant for a pod or a service, and the answers to what
  * left under this node's address, are decided here: the host's FORWARD chain
- * must have no say in it. VXLAN of known flows is taken apart here; the rest
- * of it is left to the kernel's device, behind which from_overlay decides.
+ * must have no say in it. VXLAN for pods is taken apart here; the rest of it
+ * is left to the kernel's device, behind which from_overlay decides.
  */
 #include "decap.h"
 #include "follow.h"
@@ -59,15 +59,19 @@ int from_netdev(struct __sk_buff *skb)
 	if (!err && pw_is_vxlan(&p)) {
 		v6 = p.v6;
 		act = pw_decap(skb, &p);
-		p.v6 = v6; /* the outer packet is the one that goes on */
-		return act == PW_NEXT ? pw_pass(skb, &p) : act;
+		if (act != PW_INNER) {
+			p.v6 = v6; /* the outer packet is the one that goes on */
+			return act == PW_NEXT ? pw_pass(skb, &p) : act;
+		}
+	} else {
+		/* Every map would take it for IPv4, and so may whatever comes after. */
+		if (err == PW_DROP_V4_MAPPED)
+			return pw_drop(skb, &p, err);
+		if (!bpf_map_lookup_elem(&pw_endpoints, &p.key.dst) &&
+		    (err || !pw_is_ours(skb, &p)))
+			return pw_pass(skb, &p);
+		if (err)
+			return pw_drop(skb, &p, err);
 	}
-	/* Every map would take it for IPv4, and so may whatever comes after. */
-	if (err == PW_DROP_V4_MAPPED)
-		return pw_drop(skb, &p, err);
-	if (!bpf_map_lookup_elem(&pw_endpoints, &p.key.dst) && (err || !pw_is_ours(skb, &p)))
-		return pw_pass(skb, &p);
-	if (err)
-		return pw_drop(skb, &p, err);
 	return pw_follow(skb, &p);
 }

@@ -82,6 +82,8 @@ struct pw_pkt {
 	__u8 ttl;        /* TTL or hop limit as it arrived */
 	__u8 tcp_flags;
 	__u8 hook;       /* enum pw_hook */
+	__u8 stripped;   /* out of a tunnel header that we took off */
+	__u8 missed;     /* neither flow table has the key, as of just now */
 	__u8 known;      /* in the slow path: of the flow in the scratch, see pw_limit */
 };
 

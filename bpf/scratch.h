@@ -46,6 +46,7 @@ struct pw_scratch {
 	struct pw_flow copy;
 	struct pw_flow known; /* of an established packet, off the stack */
 	struct pw_pkt pkt;    /* from a hook to the slow path */
+	struct pw_flow_key fwd_key;
 	struct pw_flow_key rev_key;
 	struct pw_flow_key embedded;
 	struct pw_flow_key twin; /* of the entry being looked at */

@@ -69,8 +69,8 @@ __noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow
 				return PW_REVIEW_AGAIN;
 			if (s->fwd.verdict != PW_VERDICT_ALLOW)
 				return s->fwd.reason ?: PW_DROP_HELPER;
-			pw_flow_touch(p, &s->fwd, f, skb->len);
-			return PW_REVIEW_OK;
+			return pw_flow_touch(p, &s->fwd, f, skb->len) ? PW_REVIEW_AGAIN
+								      : PW_REVIEW_OK;
 		}
 	}
 	if (!pw_flow_claim(&p->key, f, PW_SCRATCH_PACKET))
@@ -80,28 +80,49 @@ __noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow
 }
 
 /*
- * Everything but the straight way. The tuple is looked up once more: it may
- * have been promoted between the two tables' look-ups. 0 or a reason.
+ * One try at everything but the straight way: 0, a reason, or PW_REVIEW_AGAIN.
+ *
+ * look: in the flow tables. A tuple that has just been missed need not be
+ * looked up before a flow is made of it: pw_flow_create does so, and finds
+ * what another CPU has made, or moved from table to table, meanwhile.
  */
-static __always_inline int pw_slow(struct __sk_buff *skb, struct pw_pkt *p)
+static __always_inline int pw_try(struct __sk_buff *skb, struct pw_pkt *p, int look)
 {
-	struct pw_flow *f;
-	int i, err;
+	struct pw_flow *f = NULL;
+	int err;
 
-	for (i = 0; i < PW_TRIES; i++) {
+	if (look)
 		f = pw_flow_find(&p->key);
-		if (!f)
-			break;
+	if (f) {
 		err = pw_review(skb, p, f);
-		if (err == PW_REVIEW_FREE)
-			break;
-		if (err != PW_REVIEW_AGAIN)
+		if (err != PW_REVIEW_FREE)
 			return err;
 	}
-	if (i == PW_TRIES)
-		return PW_DROP_FLOW_INSERT;
 	pw_count(PW_FLOW_MISS, p->hook, p->v6, skb->len);
-	return pw_decide(skb, p);
+	err = pw_decide(skb, p);
+	if (err != PW_FLOW_RACE_LOST)
+		return err;
+	/* A packet of the winner's flow, like any other. */
+	f = pw_flow_find(&p->key);
+	if (!f)
+		return PW_REVIEW_AGAIN;
+	err = pw_review(skb, p, f);
+	return err == PW_REVIEW_FREE ? PW_REVIEW_AGAIN : err;
+}
+
+/* 0 or a reason. */
+static __always_inline int pw_slow(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	int i, err;
+
+	/* What makes no flow is not looked up later. */
+	err = pw_try(skb, p, !p->missed || pw_never_creates(p));
+#pragma unroll
+	for (i = 1; i < PW_TRIES; i++) {
+		if (err == PW_REVIEW_AGAIN)
+			err = pw_try(skb, p, 1);
+	}
+	return err == PW_REVIEW_AGAIN ? PW_DROP_FLOW_INSERT : err;
 }
 
 static __always_inline int pw_follow_error(struct __sk_buff *skb, struct pw_pkt *p)
@@ -116,7 +137,7 @@ static __always_inline int pw_follow_error(struct __sk_buff *skb, struct pw_pkt 
 		return pw_pass(skb, p);
 	if (err)
 		return pw_drop(skb, p, err);
-	return pw_act(skb, p, &s->fwd, PW_ACT_FIRST);
+	return pw_act(skb, p, &s->fwd);
 }
 
 /* Limits the packet, see pw_over_limit. Returns 0 or PW_DROP_TOO_BIG. */
@@ -165,5 +186,5 @@ int slow(struct __sk_buff *skb)
 		if (s->fwd.to.kind == PW_PLACE_WIRE)
 			return pw_drop(skb, &p, PW_DROP_TOO_BIG);
 	}
-	return pw_act(skb, &p, &s->fwd, s->pkt.known ? PW_ACT_KNOWN : PW_ACT_FIRST);
+	return pw_act(skb, &p, &s->fwd);
 }

@@ -16,6 +16,7 @@ needs=(
 	"ethtool ethtool"
 	"iptables iptables"
 	"ipset ipset"
+	"nft nftables"
 	"qemu-system-x86_64 qemu-system-x86"
 	"dpkg-deb dpkg"
 	"xz xz-utils"

@@ -155,7 +155,7 @@ func (d *demo) counters(ctx context.Context) error {
 			return fmt.Errorf("/metrics of %s: %d, without the datapath's counters", n.NodeName, code)
 		}
 	}
-	for _, reason := range []string{"flow_hit", "flow_created", "flow_confirmed", "fwd_local", "fwd_tunnel", "flow_stale", "drop_policy_ingress", "drop_no_service", "drop_no_service_port"} {
+	for _, reason := range []string{"flow_hit", "flow_created", "flow_confirmed", "fwd_local", "fwd_encap", "fwd_decap", "flow_stale", "drop_policy_ingress", "drop_no_service", "drop_no_service_port"} {
 		if sums[reason] == 0 {
 			return fmt.Errorf("%s is 0 on both nodes", reason)
 		}

@@ -186,9 +186,9 @@ func kernelTraffic(ctx context.Context, t *testing.T, w *world, f family, fast b
 		ok(t, onClient.Close())
 		ok(t, onKernel.Close())
 	}
-	// measure compares the counters of one exchange: first is how many
-	// packets the slow path sends to the tunnel and takes from it.
-	measure := func(what string, tunnel, overlay int, fn func()) {
+	// measure compares the counters of one exchange: where our header fits,
+	// no packet takes the device.
+	measure := func(what string, fn func()) {
 		t.Helper()
 		before := counters(t, w.a)
 		fn()
@@ -204,34 +204,34 @@ func kernelTraffic(ctx context.Context, t *testing.T, w *world, f family, fast b
 			}
 			return
 		}
-		if sent != tunnel || took != overlay || encap < 10 || decap < 10 {
-			t.Errorf("%s: sent %d by the device (want %d), took %d from it (want %d), %d and %d past it; %v",
-				what, sent, tunnel, took, overlay, encap, decap, got)
+		if sent+took != 0 || encap < 10 || decap < 10 {
+			t.Errorf("%s: sent %d by the device, took %d from it, %d and %d past it; want all past it; %v",
+				what, sent, took, encap, decap, got)
 		}
 	}
 	l := listen(t, w.kernel.pod, port(there, serverPort), nil)
-	measure("TCP to the kernel node", 1, 0, func() {
+	measure("TCP to the kernel node", func() {
 		transfer(ctx, t, w.client.Netns, l, port(there, serverPort), size, nil)
 	})
-	measure("TCP to a service on the kernel node", 1, 0, func() {
+	measure("TCP to a service on the kernel node", func() {
 		transfer(ctx, t, w.client.Netns, l, port(vip, 80), size, nil)
 	})
 	l.Close()
 	l = listen(t, w.client.Netns, port(here, serverPort), nil)
-	measure("TCP from the kernel node", 0, 1, func() {
+	measure("TCP from the kernel node", func() {
 		transfer(ctx, t, w.kernel.pod, l, port(here, serverPort), size, nil)
 	})
 	l.Close()
 	echoUDP(t, w.kernel.pod, port(there, serverPort))
 	echoUDP(t, w.client.Netns, port(here, serverPort))
 	most := 1372 // what fits a packet of either family
-	measure("UDP to the kernel node", 1, 0, func() {
+	measure("UDP to the kernel node", func() {
 		datagrams(t, udp(t, w.client.Netns, "", port(there, serverPort), nil), 50, most)
 	})
-	measure("UDP to a service on the kernel node", 1, 0, func() {
+	measure("UDP to a service on the kernel node", func() {
 		datagrams(t, udp(t, w.client.Netns, "", port(vip, 80), nil), 50, most)
 	})
-	measure("UDP from the kernel node", 0, 1, func() {
+	measure("UDP from the kernel node", func() {
 		datagrams(t, udp(t, w.kernel.pod, "", port(here, serverPort), nil), 50, most)
 	})
 	captured(f.name)

@@ -92,7 +92,8 @@ func TestSpoofedLiveTuples(t *testing.T) {
 					p.srcMAC = nil
 					peer.send(t, p)
 				}
-				want := counts{"drop_spoofed_flow/from_pod": 2, "drop_spoofed_flow/from_netdev": 2, "drop_spoofed_flow/from_overlay": 2}
+				// From the wire, and out of the peer's tunnel.
+				want := counts{"drop_spoofed_flow/from_pod": 2, "drop_spoofed_flow/from_netdev": 4}
 				eventually(t, ctx, func() error {
 					got := counters(t, w.a).since(before)
 					for k, v := range want {
@@ -164,12 +165,12 @@ func TestSpoofedSources(t *testing.T) {
 		_, err := outside.Write(vxlan(inner.frame()))
 		ok(t, err)
 	})
-	check("a node for another node's pod", "drop_spoofed_source/from_overlay", func() {
+	check("a node for another node's pod", "drop_spoofed_source/from_netdev", func() {
 		p := inner
 		p.srcMAC = nil
 		peer.send(t, p)
 	})
-	check("a node for a pod of ours", "drop_spoofed_source/from_overlay", func() {
+	check("a node for a pod of ours", "drop_spoofed_source/from_netdev", func() {
 		p := inner
 		p.srcMAC, p.src = nil, w.local.IPv4()
 		peer.send(t, p)

@@ -83,7 +83,7 @@ func (w *world) spoofedInTunnel() {
 		for _, src := range []netip.Addr{w.addr("villain", v6), w.addr("node-a", v6), w.addr("ext", v6), service(v6), w.addr("victim", v6)} {
 			frames = append(frames, w.vxlan(outer, "node-a", vni, v6, udp(ap(src, sport), ap(w.addr("victim", v6), port), []byte(mark))...))
 		}
-		w.counted("what is not behind that node", "ext", "node-a", "drop_spoofed_source", "from_overlay", frames...)
+		w.counted("what is not behind that node", "ext", "node-a", "drop_spoofed_source", "from_netdev", frames...)
 	})
 }
 

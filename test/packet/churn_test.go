@@ -81,7 +81,7 @@ func TestEvictionsAreCounted(t *testing.T) {
 		direct := udp(fr.src, ap(w.f.local, podPort))
 		w.pod(devClient, direct).is(fwdLocal, miss, portChanged)
 		self := ap(w.f.client, 5353)
-		w.pod(devClient, udp(self, self)).is(fwdLocal, miss, raceLost)
+		w.pod(devClient, udp(self, self)).is(fwdLocal, miss, raceLost, hitNew)
 		want(0)
 		// The forward entry is pushed out (here by hand): it is inserted
 		// again, the reply's is written over.

@@ -1,6 +1,7 @@
 package packet
 
 import (
+	"bytes"
 	"encoding/binary"
 	"net/netip"
 	"testing"
@@ -63,21 +64,26 @@ func (w *world) arrive(from netip.Addr, fr frame) *result {
 	return w.run(w.at(fromNetdev, w.wrap(from, fr.bytes(w.t))))
 }
 
-// Known packets get the header from us; first ones, and those that do not
-// fit, go to the device.
+// Packets get the header from us, the first of a flow like the others; those
+// that do not fit go to the device.
 func TestEncap(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {
 		w.ways()
 		c := w.conn(40000)
-		c.send(syn).is(fwdTunnel, miss, created)
+		first := c.send(syn).is(fwdEncap, miss, created)
+		w.encapsulated(first, c.out.src, c.answer.src)
 		c.reply(syn|ack).is(fwdLocal, hitNew)
 		for i, engine := range [][]reason{{hitNew, confirmed}, {hit}, {hit}} {
 			c.out.payload = make([]byte, i)
 			r := c.send(ack).is(fwdEncap, engine...)
 			w.encapsulated(r, c.out.src, c.answer.src)
+			// One way through the underlay for all of a flow.
+			if !bytes.Equal(r.out[34:36], first.out[34:36]) {
+				t.Fatalf("outer source port %x, the first packet's %x", r.out[34:36], first.out[34:36])
+			}
 		}
 		w.bump(slotRemote)
-		c.send(ack).is(fwdTunnel, stale, hit)
+		c.send(ack).is(fwdEncap, stale, hit)
 		headers := 20 + 20
 		if w.f.v6 {
 			headers = 40 + 20
@@ -91,6 +97,15 @@ func TestEncap(t *testing.T) {
 		s := w.at(fromPod, c.out.bytes(t))
 		s.gso = 700
 		w.run(s).is(fwdTunnel, hit).leaves(c.out.src, c.answer.src)
+		// Packets that make no flow have ports of their own flows, too.
+		ports := make(map[uint16]bool)
+		for i := range uint16(8) {
+			r := w.pod(devClient, tcp(ap(w.f.client, 50000+i), ap(w.f.remote, podPort), rst)).is(fwdEncap, miss)
+			ports[binary.BigEndian.Uint16(r.out[34:])] = true
+		}
+		if len(ports) < 4 {
+			t.Fatalf("8 flows have the outer source ports %v", ports)
+		}
 	})
 }
 
@@ -157,6 +172,44 @@ func TestDecap(t *testing.T) {
 	})
 }
 
+// First packets lose it, too, and are judged like those that the device takes.
+func TestDecapFirst(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		w.ways()
+		in := tcp(ap(w.f.remote, 7), ap(w.f.client, podPort), syn)
+		r := w.arrive(outer().nodeB, in).is(fwdDecap, miss, created).leaves(in.src, in.dst)
+		if len(r.out) != len(r.shot.pkt)-tunnelHeader || r.ttl() != 63 || [6]byte(r.out[:6]) != mac(0x41) {
+			t.Fatalf("%d bytes of %d, TTL %d, MAC %x", len(r.out), len(r.shot.pkt), r.ttl(), r.out[:6])
+		}
+		if e := w.entry(in); at(e.From) != nodePlace(nodeIDB) {
+			t.Fatalf("comes from %v", at(e.From))
+		}
+		c := &conn{w: w, out: in, answer: in.back()}
+		c.answer.flags = syn | ack
+		w.pod(devClient, c.answer).is(fwdEncap, hitNew)
+		in.flags = ack
+		w.arrive(outer().nodeB, in).is(fwdDecap, hitNew, confirmed)
+		// By another node: a lie, and so is what does not live behind this one.
+		w.arrive(outer().nodeC, in).is(spoofedFlow)
+		in.src = ap(w.f.remote, 8)
+		w.arrive(outer().nodeC, in).is(spoofedSource, miss)
+		for _, src := range []netip.Addr{w.f.far, w.f.local, w.f.world, w.f.nodeC, w.f.vip} {
+			in.src = ap(src, 8)
+			w.arrive(outer().nodeB, in).is(spoofedSource, miss)
+		}
+		// Policy, at the first packet and when it changes.
+		in.src, in.flags = ap(w.f.remote, 9), syn
+		w.edit(w.f.client, func(e *maps.Endpoint) { e.PolicyIn = 1 })
+		w.arrive(outer().nodeB, in).is(ingressDenied, miss)
+		w.edit(w.f.client, func(e *maps.Endpoint) { e.PolicyIn = 0 })
+		w.arrive(outer().nodeB, in).is(fwdDecap, miss, created)
+		w.edit(w.f.client, func(e *maps.Endpoint) { e.PolicyIn = 1 })
+		w.arrive(outer().nodeB, in).is(ingressDenied, stale)
+		w.edit(w.f.client, func(e *maps.Endpoint) { e.PolicyIn = 0 })
+		w.arrive(outer().nodeB, in).is(fwdDecap, stale, hitNew)
+	})
+}
+
 // Whatever is unusual about a tunnel packet is the device's affair, untouched.
 func TestNoDecap(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {
@@ -174,12 +227,11 @@ func TestNoDecap(t *testing.T) {
 		}
 		dying := c.answer
 		dying.ttl = 1
-		stranger := c.answer
-		stranger.dst = ap(w.f.client, 40001)
+		elsewhere := c.answer
+		elsewhere.dst = ap(w.f.free, 40001)
 		for name, pkt := range map[string][]byte{
-			"another peer's address":  w.wrap(outer().nodeC, c.answer.bytes(t)),
 			"no peer's address":       w.wrap(outer().world, c.answer.bytes(t)),
-			"an unknown flow":         w.wrap(b, stranger.bytes(t)),
+			"for no pod":              w.wrap(b, elsewhere.bytes(t)),
 			"the last hop":            w.wrap(b, dying.bytes(t)),
 			"another VNI":             change(func(p []byte) { p[48]++ }),
 			"VXLAN flags":             change(func(p []byte) { p[42] = 0x88 }),
@@ -208,11 +260,10 @@ func TestNoDecap(t *testing.T) {
 			w.run(w.at(fromNetdev, pkt)).is(passed)
 		}
 		w.run(w.at(fromNetdev, good())).is(fwdDecap, hitNew)
-		// Decided from what has changed: from_overlay decides again.
-		w.edit(w.f.client, func(e *maps.Endpoint) { e.PolicyOut = 1 })
-		w.run(w.at(fromNetdev, good())).is(passed)
-		c.send(syn).is(egressDenied, stale)
-		w.run(w.at(fromNetdev, good())).is(passed)
+		// The node's own, under whatever address.
+		own := udp(ap(w.f.client, 40002), ap(w.f.remote, 7))
+		w.run(w.at(toOverlay, own.bytes(t))).is(fwdTunnel, miss, created)
+		w.arrive(b, own.back()).is(passed)
 	})
 }
 

@@ -31,7 +31,7 @@ func TestKnownFlowIsLimited(t *testing.T) {
 			}
 		}
 		sent := tcp(ap(w.f.world, 40000), ap(w.f.lb, svcPort), syn)
-		r := w.run(w.at(fromNetdev, mss(sent))).is(fwdTunnel, miss, created, clamped)
+		r := w.run(w.at(fromNetdev, mss(sent))).is(fwdEncap, miss, created, clamped)
 		limited(r)
 		back := w.talk(r, sent, ap(w.f.remote, podPort)).back()
 		back.flags = syn | ack

@@ -288,6 +288,11 @@ func (m *model) rejudge(f *mflow, dir int, o outcome) bool {
 // step says what becomes of a packet, and changes the tables accordingly.
 func (m *model) step(p packet, ch choice) outcome {
 	o := outcome{engine: make(map[reason]uint64)}
+	// Whoever it is for, the kernel's device may have it.
+	if p.hook == fromNetdev && !p.decap && p.quote == nil && p.key.Proto == pwmaps.ProtoUDP && p.key.Dport == 4789 {
+		o.end = passed
+		return o
+	}
 	if _, ours := m.pods[p.key.Dst]; p.hook == fromNetdev && !p.decap && !ours {
 		var follows bool
 		if follows, p.service = m.enters(p); !follows {
@@ -299,7 +304,6 @@ func (m *model) step(p packet, ch choice) outcome {
 		return m.icmpError(p, o)
 	}
 	f, dir := m.find(p.key)
-	known := m.known(f, dir, p)
 	if f != nil {
 		over := false
 		switch {
@@ -323,7 +327,7 @@ func (m *model) step(p packet, ch choice) outcome {
 		}
 		if !over {
 			m.touch(f, dir, p, o)
-			return m.deliver(f, dir, p, o, known)
+			return m.deliver(f, dir, p, o)
 		}
 		m.end(f)
 		o.engine[takenOver]++
@@ -400,7 +404,7 @@ func (m *model) first(p packet, ch choice, o outcome) outcome {
 				o.end = bpf.DpPwReasonPW_DROP_STRAY
 				return o
 			}
-			return m.deliver(f, orig, p, o, false)
+			return m.deliver(f, orig, p, o)
 		}
 		if p.flags&syn == 0 {
 			f.midstream = true
@@ -410,7 +414,7 @@ func (m *model) first(p packet, ch choice, o outcome) outcome {
 	if o.end = m.create(f, ch, o); o.end != 0 {
 		return o
 	}
-	return m.deliver(f, orig, p, o, false)
+	return m.deliver(f, orig, p, o)
 }
 
 // source: under which address it goes on.

@@ -8,7 +8,7 @@ import (
 )
 
 // deliver carries out what the entry of that direction says.
-func (m *model) deliver(f *mflow, dir int, p packet, o outcome, known bool) outcome {
+func (m *model) deliver(f *mflow, dir int, p packet, o outcome) outcome {
 	e := f.entry(dir)
 	o.src, o.dst = ap(pwmaps.FromAddr(e.Src), e.Sport), ap(pwmaps.FromAddr(e.Dst), e.Dport)
 	o.to, o.mac = at(e.To), e.Mac
@@ -37,7 +37,7 @@ func (m *model) deliver(f *mflow, dir int, p packet, o outcome, known bool) outc
 		}
 	case bpf.DpPwPlaceKindPW_PLACE_NODE:
 		o.end = fwdTunnel
-		if known && (p.hook == fromPod || p.hook == fromNetdev) && m.overlaid {
+		if p.quote == nil && (p.hook == fromPod || p.hook == fromNetdev) && m.overlaid {
 			o.end = fwdEncap
 		}
 	case bpf.DpPwPlaceKindPW_PLACE_WIRE:
@@ -76,18 +76,21 @@ func (m *model) icmpError(p packet, o outcome) outcome {
 	case f.denied != 0:
 		o.end = f.denied
 	default:
-		return m.deliver(f, dir, p, o, false)
+		return m.deliver(f, dir, p, o)
 	}
 	return o
 }
 
 // takesDecap: does the device's hook take the tunnel header off itself?
 func (m *model) takesDecap(p packet) bool {
-	f, dir := m.find(p.key)
-	if p.quote != nil || p.key.Via != 0 || p.ttl <= 1 || !m.known(f, dir, p) {
+	if p.quote != nil || p.key.Via != 0 || p.ttl <= 1 {
 		return false
 	}
-	return at(f.entry(dir).To).kind == bpf.DpPwPlaceKindPW_PLACE_POD
+	_, ours := m.pods[p.key.Dst]
+	if f, dir := m.find(p.key); f != nil {
+		return at(f.entry(dir).To).kind == bpf.DpPwPlaceKindPW_PLACE_POD && (ours || m.known(f, dir, p))
+	}
+	return ours
 }
 
 // sweep removes outlived flows, and what promotion left behind.

@@ -188,7 +188,7 @@ func TestForeignValueIsNotUsed(t *testing.T) {
 func TestTupleThatIsItsOwnReply(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {
 		fr := udp(ap(w.f.client, 5353), ap(w.f.client, 5353))
-		w.pod(devClient, fr).is(fwdLocal, miss, raceLost)
+		w.pod(devClient, fr).is(fwdLocal, miss, raceLost, hitNew)
 		w.pod(devClient, fr).is(fwdLocal, hitNew)
 	})
 }

@@ -290,11 +290,11 @@ func (w *world) checkTunnel(v6, own bool) error {
 		return err
 	}
 	logf("tunnel %s, own header %v: near%v; far%v; streams%v", family(v6), own, near, far, stream)
-	// Twice rounds each way. First packets of the two flows take the device,
-	// and on the far side the device decides what the header's way leaves.
+	// Twice rounds each way. On the far side the device takes what the
+	// header's way leaves.
 	encap, device := 0, 2*rounds
 	if own {
-		encap, device = 2*(rounds-1), 2
+		encap, device = 2*rounds, 0
 	}
 	decap := encap
 	if v6 && !w.kernel.decapsIPv6() {
