@@ -38,6 +38,9 @@ func newWorld(t *testing.T) *world {
 	w.must(w.c.Manifests.Put(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "default"}}))
 	for _, n := range w.c.Nodes {
 		w.must(w.c.Manifests.Put(n.Object()))
+		// A refusal that the node owes is made, however many there were before.
+		w.must(n.Sysctl("net/ipv4/icmp_ratelimit", "0"))
+		w.must(n.Sysctl("net/ipv6/icmp/ratelimit", "0"))
 	}
 	w.must(w.c.StartAgents(ctx))
 	for _, n := range w.c.Nodes {
