@@ -96,6 +96,7 @@ static __always_inline int pw_decap(struct __sk_buff *skb, struct pw_pkt *p)
 	struct pw_scratch *s = pw_get_scratch();
 	struct pw_flow *at = NULL, *f;
 	struct pw_node *node;
+	__u64 now = pw_now();
 	int known;
 	__u32 id;
 
@@ -125,11 +126,12 @@ static __always_inline int pw_decap(struct __sk_buff *skb, struct pw_pkt *p)
 		p->from = f->from;
 		id = f->from.id;
 		node = bpf_map_lookup_elem(&pw_nodes, &id);
-		if (node && pw_outer_matches(skb, node) && pw_current(p, f)) {
+		if (node && pw_outer_matches(skb, node) && pw_current(p, f, now)) {
 			if (pw_strip(skb, p))
 				return PW_NEXT;
 			/* Stripped as it is, it goes the way of all packets. */
-			return pw_flow_touch(p, f, at, skb->len) ? PW_INNER : pw_act(skb, p, f);
+			return pw_flow_touch(p, f, at, skb->len, now) ? PW_INNER
+								      : pw_act(skb, p, f);
 		}
 	}
 	/* Unknown, or not as its entry says: to a pod from a node it is, at least. */

@@ -355,11 +355,11 @@ static __always_inline int pw_promotes(const struct pw_pkt *p, const struct pw_f
  * does not speak for the packet.
  */
 static __always_inline int pw_flow_touch(const struct pw_pkt *p, const struct pw_flow *f,
-					 struct pw_flow *at, __u32 len)
+					 struct pw_flow *at, __u32 len, __u64 now)
 {
 	int moved;
 
-	at->last_seen = pw_now();
+	at->last_seen = now;
 	if (pw_promotes(p, f)) {
 		moved = pw_flow_confirm(&p->key, at);
 		if (moved == PW_HALF)

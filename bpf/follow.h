@@ -19,12 +19,12 @@ static __always_inline int pw_is_syn(const struct pw_pkt *p)
 }
 
 /* All that lets an entry speak for a packet without a second thought. */
-static __always_inline int pw_current(const struct pw_pkt *p, const struct pw_flow *f)
+static __always_inline int pw_current(const struct pw_pkt *p, const struct pw_flow *f, __u64 now)
 {
 	return f->verdict == PW_VERDICT_ALLOW && pw_same_place(&f->from, &p->from) && pw_fresh(f) &&
 	       (pw_promotes(p, f) || pw_flow_whole(&p->key, f)) &&
 	       !(pw_is_syn(p) && (f->service || pw_tcp_closed(f->tcp))) &&
-	       f->last_seen + pw_flow_timeout(p->key.proto, f) > pw_now();
+	       f->last_seen + pw_flow_timeout(p->key.proto, f) > now;
 }
 
 /* Is a packet of the host's own for us, on a device that is not ours? */
@@ -139,12 +139,13 @@ static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
 {
 	struct pw_scratch *s = pw_get_scratch();
 	struct pw_flow *at = NULL;
+	__u64 now = pw_now();
 
 	if (!s)
 		return pw_drop(skb, p, PW_DROP_HELPER);
 	if (p->kind != PW_KIND_ICMP_ERROR && !p->missed) {
-		if (pw_flow_load(&p->key, &s->known, &at) && pw_current(p, &s->known) &&
-		    !pw_flow_touch(p, &s->known, at, skb->len)) {
+		if (pw_flow_load(&p->key, &s->known, &at) && pw_current(p, &s->known, now) &&
+		    !pw_flow_touch(p, &s->known, at, skb->len, now)) {
 			p->known = pw_is_limited(skb, p, &s->known) &&
 				   pw_over_limit(skb, p, &s->known);
 			if (!p->known)

@@ -107,7 +107,8 @@ static __always_inline int pw_write_l4(struct __sk_buff *skb, struct pw_pkt *p,
 	__u16 sport = p->key.sport, dport = p->key.dport;
 	__u64 flags = 0;
 	__u32 off = p->l4;
-	__be16 ports[2];
+	void *data, *end;
+	__be16 *ports;
 
 	if (p->key.proto == IPPROTO_TCP) {
 		off += offsetof(struct tcphdr, check);
@@ -134,17 +135,20 @@ static __always_inline int pw_write_l4(struct __sk_buff *skb, struct pw_pkt *p,
 		bpf_csum_update(skb, diff);
 	if (sport == f->sport && dport == f->dport)
 		return 0;
-	ports[0] = bpf_htons(f->sport);
-	ports[1] = bpf_htons(f->dport);
 	if (sport != f->sport &&
-	    bpf_l4_csum_replace(skb, off, bpf_htons(sport), ports[0], flags | 2))
+	    bpf_l4_csum_replace(skb, off, bpf_htons(sport), bpf_htons(f->sport), flags | 2))
 		return PW_DROP_HELPER;
 	if (dport != f->dport &&
-	    bpf_l4_csum_replace(skb, off, bpf_htons(dport), ports[1], flags | 2))
+	    bpf_l4_csum_replace(skb, off, bpf_htons(dport), bpf_htons(f->dport), flags | 2))
 		return PW_DROP_HELPER;
-	/* Not recomputed here: the checksum has been brought up to date. */
-	if (bpf_skb_store_bytes(skb, p->l4, ports, sizeof(ports), 0))
+	/* Where they were read from. */
+	data = (void *)(long)skb->data;
+	end = (void *)(long)skb->data_end;
+	ports = data + (p->l4 & 0xff);
+	if ((void *)(ports + 2) > end)
 		return PW_DROP_HELPER;
+	ports[0] = bpf_htons(f->sport);
+	ports[1] = bpf_htons(f->dport);
 	return 0;
 }
 

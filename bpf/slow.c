@@ -69,8 +69,8 @@ __noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow
 				return PW_REVIEW_AGAIN;
 			if (s->fwd.verdict != PW_VERDICT_ALLOW)
 				return s->fwd.reason ?: PW_DROP_HELPER;
-			return pw_flow_touch(p, &s->fwd, f, skb->len) ? PW_REVIEW_AGAIN
-								      : PW_REVIEW_OK;
+			return pw_flow_touch(p, &s->fwd, f, skb->len, pw_now()) ? PW_REVIEW_AGAIN
+										: PW_REVIEW_OK;
 		}
 	}
 	if (!pw_flow_claim(&p->key, f, PW_SCRATCH_PACKET))
