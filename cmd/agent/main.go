@@ -32,6 +32,9 @@ const (
 	gcPercent = 40
 	// startRoom is what the heap may grow by between collections until then.
 	startRoom = 20 << 20
+	// maxEvents is a burst of the programs' (PW_EVENT_BURST) in each tick of
+	// the slowest clock that they may have, of 100 Hz: they cannot tell more.
+	maxEvents = 10000
 )
 
 func main() {
@@ -99,7 +102,7 @@ When it stops, programs and maps stay in place and traffic goes on;
 	fs.StringVar(&f.externalSource, "external-source", "keep", "keep or snat: whether backends see the address of clients outside the cluster or this node's")
 	fs.Uint32Var(&f.MaglevSize, "maglev-table-size", 0, "entries of the tables that choose backends for clients outside, a prime, the same on all nodes (0: by the number of backends)")
 	fs.StringVar(&f.Cgroup, "cgroup", "", "folder of the cgroup (v2) whose processes get their services at connect(), or none (default: where cgroup2 is mounted, all processes)")
-	fs.Uint32Var(&f.EventsPerSec, "events-per-second", agent.DefaultEvents, "events about dropped packets, for podweir monitor, per second and CPU; 0 for none")
+	fs.Uint32Var(&f.EventsPerSec, "events-per-second", agent.DefaultEvents, "events about dropped packets, for podweir monitor, per second and CPU, at most 10000; 0 for none")
 	fs.Uint32Var(&f.Mark, "mark", agent.DefaultMark, "packet mark bit for our own use; one bit that nobody else has")
 	pfs := cmd.PersistentFlags()
 	pfs.StringVar(&f.BPFFS, "bpffs", loader.DefaultBPFFS, "folder on a BPF file system for programs and maps")
@@ -118,6 +121,9 @@ sysctls back that nobody has changed since. Stop the agent first.`,
 		RunE: func(*cobra.Command, []string) error {
 			log, err := f.logger()
 			if err != nil {
+				return err
+			}
+			if err := f.absolute(); err != nil {
 				return err
 			}
 			return agent.Cleanup(f.BPFFS, f.StateDir, f.Socket, log)
@@ -173,6 +179,9 @@ func (f *flags) complete() (err error) {
 	if err = service.CheckMaglevSize(f.MaglevSize); err != nil {
 		return fmt.Errorf("--maglev-table-size %w", err)
 	}
+	if f.EventsPerSec > maxEvents {
+		return fmt.Errorf("--events-per-second %d: must be at most %d", f.EventsPerSec, maxEvents)
+	}
 	if f.MTU != 0 && (f.MTU < 1280 || f.MTU > 65485) {
 		return fmt.Errorf("--mtu %d: must be 0 or from 1280 (the least of IPv6) to 65485", f.MTU)
 	}
@@ -202,6 +211,12 @@ func (f *flags) complete() (err error) {
 			return fmt.Errorf("--cgroup: %w", err)
 		}
 	}
+	return f.absolute()
+}
+
+// absolute checks the paths, of which an empty one would stand for the working
+// directory, and makes them independent of it.
+func (f *flags) absolute() (err error) {
 	for name, path := range map[string]*string{"--bpffs": &f.BPFFS, "--state-dir": &f.StateDir, "--socket": &f.Socket} {
 		if *path == "" {
 			return fmt.Errorf("%s is empty", name)

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"net/netip"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
@@ -24,6 +25,8 @@ func TestBadFlags(t *testing.T) {
 		{"--log-format xml", "text or json"},
 		{"--manifests /m --kubeconfig /k", "exclude each other"},
 		{"--socket=", "--socket is empty"},
+		{"--events-per-second -1", "invalid argument"},
+		{"--events-per-second 2000000000", "at most 10000"},
 		{"--routing-mode bird", "vxlan, cross-subnet, direct"},
 		{"--healthz-bind-address 10256", "ADDRESS:PORT"},
 		{"--metrics-bind-address 127.0.0.1:99999", "--metrics-bind-address"},
@@ -50,6 +53,28 @@ func TestBadFlags(t *testing.T) {
 		if err := cmd.ExecuteContext(context.Background()); err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: error %v does not say %q", c.args, err, c.want)
 		}
+	}
+}
+
+// An empty path is the working directory's to whoever joins names to it:
+// cleanup must not take its folders for the agent's.
+func TestCleanupOfNoFolder(t *testing.T) {
+	t.Chdir(t.TempDir())
+	for _, name := range []string{"endpoints", "deletions", "corrupt", "maps", "links"} {
+		if err := os.Mkdir(name, 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, flag := range []string{"--state-dir", "--bpffs", "--socket"} {
+		cmd := command()
+		args := []string{"cleanup", "--state-dir", "none", "--bpffs", "none", "--socket", "none", flag + "="}
+		cmd.SetArgs(args)
+		if err := cmd.ExecuteContext(t.Context()); err == nil || !strings.Contains(err.Error(), flag+" is empty") {
+			t.Errorf("%v: error %v does not say that %s is empty", args, err, flag)
+		}
+	}
+	if left, err := os.ReadDir("."); err != nil || len(left) != 5 {
+		t.Errorf("left of somebody else's folders: %v, %v", left, err)
 	}
 }
 
