@@ -42,6 +42,8 @@ struct pw_inserting {
 	struct pw_flow *val;
 	__u32 which;  /* enum pw_entry */
 	__s32 result; /* enum pw_insert */
+	__u32 waits;  /* for a reply entry that is taken back */
+	__u32 pad;
 };
 
 static long pw_insert_step(__u32 i, struct pw_inserting *c)
@@ -53,6 +55,8 @@ static long pw_insert_step(__u32 i, struct pw_inserting *c)
 		old = pw_flow_find(key);
 	if (old) {
 		if (!pw_flow_expired(key, old, PW_SCRATCH_PACKET)) {
+			if (c->waits && old->flags & PW_F_REPLY)
+				return 0;
 			c->result = PW_EXISTS;
 			return 1;
 		}
@@ -73,7 +77,9 @@ static long pw_insert_step(__u32 i, struct pw_inserting *c)
  * Puts one entry into pw_flows_new unless a live one is there, in either
  * table. An outlived one makes room, what is being removed is waited for,
  * and pw_flows is read again after the insert: a promotion may have come
- * between. bpf_loop: the verifier follows it through one turn, not all.
+ * between. When both ends open a flow at once, each finds the other's reply
+ * entry where its own forward entry would be: one waits, the other gives way,
+ * see pw_flow_create. bpf_loop: the verifier follows it through one turn, not all.
  */
 __noinline int pw_flow_insert(enum pw_entry which)
 {
@@ -84,7 +90,8 @@ __noinline int pw_flow_insert(enum pw_entry which)
 		return PW_NO_ROOM;
 	c.key = which == PW_FWD ? &s->fwd_key : &s->rev_key;
 	c.val = which == PW_FWD ? &s->fwd : &s->rev;
-	bpf_loop(PW_INSERT_TRIES, pw_insert_step, &c, 0);
+	c.waits = which == PW_FWD && s->fwd.key_hash < s->rev.key_hash;
+	bpf_loop(c.waits ? PW_VACANT_TRIES : PW_INSERT_TRIES, pw_insert_step, &c, 0);
 	if (c.result >= 0)
 		return c.result;
 	return bpf_map_lookup_elem(&pw_flows_new, c.key) ? PW_EXISTS : PW_NO_ROOM;
@@ -315,11 +322,16 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 	err = pw_flow_insert(PW_FWD);
 	if (err == PW_INSERTED)
 		return result;
-	/* Lost: take back the reply entry, unless it is the winner's too. */
+	/*
+	 * Lost: take back the reply entry, unless it is the winner's too. The
+	 * entry of a reply is no winner's, see pw_flow_insert, but of a tuple
+	 * that is its own reply's.
+	 */
 	if (ours) {
 		other = pw_flow_find(&s->fwd_key);
-		if (!other || !pw_addr_eq(&other->dst, &s->fwd.dst) ||
-		    other->dport != s->fwd.dport || other->sport != s->fwd.sport)
+		if (!other || (other->flags & PW_F_REPLY && s->fwd.key_hash != s->rev.key_hash) ||
+		    !pw_addr_eq(&other->dst, &s->fwd.dst) || other->dport != s->fwd.dport ||
+		    other->sport != s->fwd.sport)
 			pw_new_delete(&s->rev_key);
 	}
 	return err == PW_EXISTS ? PW_FLOW_RACE_LOST : PW_DROP_FLOW_INSERT;

@@ -32,6 +32,9 @@ type askView struct {
 	Backend *askEnd `json:"backend,omitempty"`
 	// BackendPort is the port there, which policy looks at.
 	BackendPort uint16 `json:"backendPort,omitempty"`
+	// NotAsked is how many more backends there are that this node was not
+	// asked about: of the last answer about a service.
+	NotAsked int `json:"notAsked,omitempty"`
 	// Verdict is allowed, denied, dropped (for another reason than policy) or
 	// elsewhere: this node decides nothing about such packets.
 	Verdict string `json:"verdict"`
@@ -80,7 +83,7 @@ func (s *session) askCommand() *cobra.Command {
 		Long: `Ask the datapath whether one may talk to the other, and by which rule.
 
 An END is a pod (namespace/name, on any node), an address, or 'host' for this
-node. --to may be the address of a service: every backend is asked about.
+node. --to may be the address of a service: every backend is asked about, up to 64.
 --port is the port that is called: 8080, 53/udp, 9000/sctp; or a protocol
 without ports: icmp.
 
@@ -143,7 +146,7 @@ func parsePort(s string) (proto uint8, port uint16, err error) {
 			return proto, uint16(n), nil
 		}
 	}
-	return 0, 0, fmt.Errorf("--port %s: is neither a port such as 8080, 53/udp or 9000/sctp, nor icmp", s)
+	return 0, 0, &exitError{exitUsage, fmt.Errorf("--port %s: is neither a port such as 8080, 53/udp or 9000/sctp, nor icmp", s)}
 }
 
 // asker puts questions to the datapath and names what it answers.
@@ -198,6 +201,9 @@ func (a *asker) pair(src, dst askEnd, proto uint8, port uint16) ([]askView, erro
 		v := a.view(r)
 		v.Source, v.Destination, v.Protocol, v.Port = src, dst, maps.ProtoName(proto), port
 		a.explain(&v, r)
+		if q.Slot+1 == mostBackends {
+			v.NotAsked = max(0, int(r.Backends)-mostBackends)
+		}
 		out = append(out, v)
 		if q.Slot+1 >= r.Backends {
 			break
@@ -318,6 +324,9 @@ func (v *askView) write(w io.Writer) {
 	if v.Ingress.Text != "" {
 		_, _ = fmt.Fprintf(w, "  ingress: %s\n", v.Ingress.Text)
 	}
+	if v.NotAsked > 0 {
+		_, _ = fmt.Fprintf(w, "not asked: %d more backends of %s\n", v.NotAsked, v.Service)
+	}
 }
 
 // end returns the addresses of --from or --to.
@@ -330,7 +339,7 @@ func (a *asker) end(flag, s string) ([]askEnd, error) {
 		return a.host(flag)
 	}
 	if !strings.Contains(s, "/") {
-		return nil, fmt.Errorf("%s %s: is neither a pod (namespace/name), nor an address, nor host", flag, s)
+		return nil, &exitError{exitUsage, fmt.Errorf("%s %s: is neither a pod (namespace/name), nor an address, nor host", flag, s)}
 	}
 	for _, e := range a.n.endpoints {
 		if podName(e.Namespace, e.Pod) == s {

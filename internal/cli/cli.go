@@ -115,7 +115,10 @@ Exit status: 0 done, 1 failed, 2 wrong usage, 3 no maps under --bpffs,
 		SilenceErrors: true,
 		Args:          cobra.NoArgs,
 		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
-		PersistentPreRunE: func(*cobra.Command, []string) error {
+		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error {
+			if err := cmd.ValidateRequiredFlags(); err != nil {
+				return err
+			}
 			switch s.output {
 			case "table", "wide", "json":
 				s.started = true

@@ -17,6 +17,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/podweir/podweir/internal/api"
+	"github.com/podweir/podweir/internal/maps"
 )
 
 var update = flag.Bool("update", false, "rewrite the files in testdata")
@@ -290,5 +291,24 @@ func TestSocketAgent(t *testing.T) {
 	var down *agentDownError
 	if !errors.As(err, &down) || !strings.Contains(err.Error(), gone) || !strings.Contains(err.Error(), "--socket") || strings.Contains(err.Error(), "http:") {
 		t.Errorf("no agent: %v", err)
+	}
+}
+
+// Not all backends of a large service are asked about, which is said.
+func TestAskManyBackends(t *testing.T) {
+	m := planMaps()
+	for slot := range uint32(100) {
+		m.asks[question{"10.244.80.65", "10.98.235.247", maps.ProtoTCP, 443, slot}] = maps.Ask{
+			From: maps.Place{Kind: placePod, Id: 7}, To: maps.Place{Kind: placePod, Id: 9}, Service: 12, Backends: 100, Dst: a("10.244.80.66"), Dport: 8443,
+			Egress: maps.AskHalf{Identity: 4, Verdict: maps.VerdictAllow}, Ingress: maps.AskHalf{Identity: 4, Verdict: maps.VerdictAllow},
+		}
+	}
+	args := strings.Fields("policy ask --from 10.244.80.65 --to 10.98.235.247 --port 443")
+	got := run(m, planAgent(), args...)
+	if n := strings.Count(got, ": allowed\n"); n != 64 || !strings.HasSuffix(got, "\nnot asked: 36 more backends of default/web:http\n") {
+		t.Errorf("%d answers:\n%s", n, got)
+	}
+	if got := run(m, planAgent(), append(args, "-o", "json")...); strings.Count(got, `"notAsked": 36`) != 1 {
+		t.Error(got)
 	}
 }

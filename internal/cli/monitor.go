@@ -31,7 +31,7 @@ event_lost what was not told.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if f.pod != "" && !strings.Contains(f.pod, "/") {
-				return fmt.Errorf("--pod %s: write namespace/name", f.pod)
+				return &exitError{exitUsage, fmt.Errorf("--pod %s: write namespace/name", f.pod)}
 			}
 			ctx := cmd.Context()
 			err := s.env.DialAgent(s.socket).Stream(ctx, api.PathEvents, func(line json.RawMessage) error {

@@ -1,7 +1,9 @@
 package packet
 
 import (
+	"bytes"
 	"math/rand/v2"
+	"net/netip"
 	"testing"
 
 	"github.com/podweir/podweir/internal/maps"
@@ -125,5 +127,76 @@ func FuzzHooks(f *testing.F) {
 		all := hooks()
 		w := &world{t: t, f: families()[0], datapath: d}
 		w.throw(all[int(which)%len(all)], pkt)
+	})
+}
+
+// A tunnel packet that the datapath takes out of its header itself fares as it
+// would behind the device, whatever is in it and whichever flow it is of.
+func TestDecapIsTheDevices(t *testing.T) {
+	const packets = 4000
+	both(t, func(t *testing.T, w *world) {
+		w.fill()
+		w.ways()
+		// Peers that nobody may be, and a pod that hears nobody.
+		w.edit(w.f.third, func(e *maps.Endpoint) { e.PolicyIn = 1 })
+		var seeds [][]byte
+		for _, dst := range []netip.Addr{w.f.client, w.f.third, w.f.free, w.f.nodeA, w.f.vip, w.f.world} {
+			for _, src := range []netip.Addr{w.f.remote, w.f.nodeB, w.f.far, w.f.local, w.f.world, w.f.vip} {
+				for _, fr := range []frame{
+					tcp(ap(src, 1000), ap(dst, podPort), syn).with("payload"),
+					tcp(ap(src, 1000), ap(dst, podPort), ack),
+					tcp(ap(src, 1000), ap(dst, podPort), syn|ack),
+					tcp(ap(src, 1000), ap(dst, podPort), rst),
+					udp(ap(src, 1000), ap(dst, podPort)),
+					echo(src, dst, 9).with("payload"),
+					{src: ap(src, 1000), dst: ap(dst, podPort), proto: maps.ProtoSCTP},
+				} {
+					seeds = append(seeds, fr.bytes(t))
+				}
+			}
+		}
+		r := rand.New(rand.NewPCG(7, 42))
+		stripped := 0
+		for range packets {
+			pkt := seeds[r.IntN(len(seeds))]
+			if r.IntN(3) > 0 {
+				pkt = mutate(r, pkt)
+			}
+			if len(pkt) > 3000 {
+				pkt = pkt[:3000]
+			}
+			for len(pkt) < 54 {
+				pkt = append(pkt, 0)
+			}
+			ask := tcp(ap(w.f.client, podPort), ap(w.f.remote, 1000), syn)
+			again := r.IntN(2) == 0 // of a flow from here that is known
+			reset := func() {
+				clear(w, w.set.Flows)
+				clear(w, w.set.FlowsNew)
+				if again {
+					w.pod(devClient, ask).is(fwdEncap, miss, created)
+				}
+			}
+			reset()
+			got := w.run(w.at(fromNetdev, w.wrap(outer().nodeB, pkt)))
+			if got.counts[passed] != 0 {
+				continue
+			}
+			stripped++
+			reset()
+			want := w.run(w.tunnelShot(outer().nodeB, pkt))
+			a, _ := got.ends()
+			b, _ := want.ends()
+			if a == fwdDecap {
+				a = fwdLocal
+			}
+			if a != b || got.action != want.action || !maps.IsDrop(a) && !bytes.Equal(got.out, want.out) {
+				t.Fatalf("%v, behind the device %v\n in  %x\n out %x\n and %x", got, want, pkt, got.out, want.out)
+			}
+		}
+		if stripped < packets/20 {
+			t.Errorf("only %d of %d packets were taken out", stripped, packets)
+		}
+		t.Logf("%d of %d packets were taken out", stripped, packets)
 	})
 }
