@@ -12,19 +12,23 @@ import (
 	"github.com/podweir/podweir/test/cluster"
 )
 
-// sports are the source ports of a flood. When all have been used, it goes on
-// with the next destination port: no two packets of it are of one tuple, which
+// sports are the source ports of a flood, or the destination ports of a scan.
+// When all have been used, it goes on with the next port of the other end: no two packets of it are of one tuple, which
 // would make the second a sign of life.
 const sports = 64000
 
-// flood sends n packets from the pod's own address, each of another tuple.
-func flood(t testing.TB, from *cluster.Pod, p packet, n int) {
+// flood sends n packets from the pod's own address, each of another tuple: from
+// all ports to one, or, as a scan, from one to all.
+func flood(t testing.TB, from *cluster.Pod, p packet, scan bool, n int) {
 	t.Helper()
 	raw := rawSocket(t, from.Netns, "eth0")
 	p.srcMAC, p.dstMAC = raw.mac, hostMAC(t, from)
 	first := p.dport
 	for i := range n {
 		p.sport, p.dport, p.seq = uint16(1024+i%sports), first+uint16(i/sports), uint32(i)
+		if scan {
+			p.sport, p.dport = p.dport, p.sport
+		}
 		ok(t, raw.send(p.frame()))
 	}
 }
@@ -110,39 +114,56 @@ func (s *slow) during(fn func()) (rounds int, err error) {
 	}
 }
 
-// floods runs floods beside established flows: SYNs to open ports, and
-// datagrams to a server that answers each. What is established, by pod address and by
-// service, loses nothing, and the flood confirms nothing. What it pushes out of
-// the table of its own kind is counted.
+// floods runs floods beside established flows: SYNs to open ports, datagrams to
+// a server that answers each, and scans of all ports, most of them closed. What
+// is established, by pod address and by service, loses nothing, and the flood
+// confirms nothing. What it pushes out of the table of its own kind is counted.
 func floods(t testing.TB, packets, flows int) {
 	w := shared(t)
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Minute)
 	defer cancel()
 	w.service(t, ctx, "flood", "10.98.0.18", "fd00:10:98::18", w.remote)
 	// Every SYN has its SYN-ACK: a queue that is full answers with cookies.
 	for i := range uint16(packets/sports + 1) {
-		echoTCP(t, w.remote.Netns, port(w.remote.IPv4(), 9100+i))
-		echoUDP(t, w.remote.Netns, port(w.remote.IPv4(), 9100+i))
+		for _, f := range families {
+			echoTCP(t, w.remote.Netns, port(f.of(w.remote), 9100+i))
+			echoUDP(t, w.remote.Netns, port(f.of(w.remote), 9100+i))
+		}
 	}
-	echoTCP(t, w.remote.Netns, port(w.remote.IPv4(), serverPort))
-	byPod := newSlow(ctx, t, w.client, port(w.remote.IPv4(), serverPort), flows/2)
-	byService := newSlow(ctx, t, w.client, "10.98.0.18:80", flows/2)
-	all := &slow{conns: append(append([]net.Conn(nil), byPod.conns...), byService.conns...)}
+	all := &slow{}
+	for _, f := range families {
+		at := port(f.of(w.remote), serverPort)
+		echoTCP(t, w.remote.Netns, at)
+		for _, to := range []string{at, port(f.pick("10.98.0.18", "fd00:10:98::18"), 80)} {
+			all.conns = append(all.conns, newSlow(ctx, t, w.client, to, flows/4).conns...)
+		}
+	}
 	ok(t, all.round())
 	before := map[*cluster.Node]int{w.a: confirmed(t, w.a), w.b: confirmed(t, w.b)}
 	attacker, target := w.local, w.remote
-	for _, kind := range []struct {
+	type kind struct {
 		name string
 		p    packet
-	}{
-		{"SYNs to open ports", packet{proto: 6, flags: syn, dport: 9100}},
-		{"datagrams to a server that answers", packet{proto: 17, dport: 9100, payload: []byte("flood")}},
-	} {
-		kind.p.src, kind.p.dst = attacker.IPv4(), target.IPv4()
+		scan bool
+	}
+	var kinds []kind
+	for _, f := range families {
+		for _, k := range []kind{
+			{"SYNs to open ports", packet{proto: 6, flags: syn, dport: 9100}, false},
+			{"datagrams to a server that answers", packet{proto: 17, dport: 9100, payload: []byte("flood")}, false},
+			{"SYNs to all ports", packet{proto: 6, flags: syn, dport: 500}, true},
+			{"datagrams to all ports", packet{proto: 17, dport: 500, payload: []byte("flood")}, true},
+		} {
+			k.name += ", " + f.name
+			k.p.src, k.p.dst = f.of(attacker), f.of(target)
+			kinds = append(kinds, k)
+		}
+	}
+	for _, kind := range kinds {
 		start := time.Now()
 		base, baseB := counters(t, w.a), counters(t, w.b)
 		gone := map[*cluster.Node]int{w.a: evicted(t, w.a), w.b: evicted(t, w.b)}
-		rounds, err := all.during(func() { flood(t, attacker, kind.p, packets) })
+		rounds, err := all.during(func() { flood(t, attacker, kind.p, kind.scan, packets) })
 		if err != nil {
 			t.Errorf("%s: %v", kind.name, err)
 		}

@@ -2,6 +2,8 @@ package services
 
 import (
 	"fmt"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -96,24 +98,32 @@ func TestS14Affinity(t *testing.T) {
 	w.write(s)
 	w.settled()
 	all(w, s.ends)
-	// One that is gone: who had it gets another, the others stay.
-	s.ends = "back-b pod-b pod-a"
-	w.write(s)
-	w.settled()
+	// One that is out of use, and at last gone: who had it gets another, the
+	// others stay. One on its way out still serves, and gets no new connection.
 	moved := 0
-	for c, server := range first {
-		if server == "back-a" {
-			delete(first, c)
-			moved++
+	for _, ends := range []string{"back-a!terminating back-b pod-b pod-a", "back-a back-b!unready pod-b pod-a", "back-a back-b pod-a"} {
+		s.ends = ends
+		w.write(s)
+		w.settled()
+		for c, server := range first {
+			if !slices.Contains(strings.Fields(ends), server) {
+				delete(first, c)
+				moved++
+			}
+		}
+		all(w, ends)
+		for c, server := range first {
+			if !slices.Contains(strings.Fields(ends), server) {
+				t.Errorf("endpoints %q: %+v is answered by %s", ends, c, server)
+			}
 		}
 	}
-	all(w, s.ends)
 	s.ends = "back-a"
 	w.write(s)
 	w.settled()
 	clear(first)
 	all(w, s.ends)
-	t.Logf("%d clients lost their backend first, all of them then", moved)
+	t.Logf("%d times a client lost its backend, then all of them did", moved)
 }
 
 // After the time without a connection the choice is free again.

@@ -230,17 +230,21 @@ func (w *world) tooBig(target netip.AddrPort, v6 bool) {
 
 func TestN12SizesTunnel(t *testing.T) { shared(t).sizes() }
 
-// Direct routing: clients' packets are carried in the tunnel all the same.
-// The contract holds with it as a whole.
+// Where pods' packets need no tunnel clients' packets are carried in it all the
+// same. The contract holds in every routing mode as a whole.
 func TestServicesDirect(t *testing.T) {
 	t.Parallel()
-	w := own(t, "--routing-mode", "direct")
-	w.T.Run("N12", func(t *testing.T) { w.sub(t).sizes() })
-	w.T.Run("rows", func(t *testing.T) {
-		w := w.sub(t)
-		w.claim("by-proxy")
-		w.runTable(rows)
-	})
+	for _, mode := range []string{"direct", "cross-subnet"} {
+		t.Run(mode, func(t *testing.T) {
+			w := own(t, "--routing-mode", mode)
+			w.T.Run("N12", func(t *testing.T) { w.sub(t).sizes() })
+			w.T.Run("rows", func(t *testing.T) {
+				w := w.sub(t)
+				w.claim("by-proxy")
+				w.runTable(rows)
+			})
+		})
+	}
 }
 
 // --external-source snat: what enters from outside and goes on is seen under

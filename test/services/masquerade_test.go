@@ -19,7 +19,7 @@ func TestNoMasquerade(t *testing.T) {
 		t.Run(mode, func(t *testing.T) {
 			t.Parallel()
 			w := own(t, "--masquerade=false", "--routing-mode", mode)
-			w.routesToPods()
+			w.routesToPods(w.Ext)
 			hostPort := w.hostPortPod(8888)
 			w.T.Run("rows", func(t *testing.T) {
 				w.sub(t).runTable([]row{
@@ -82,14 +82,12 @@ func (w *world) eachFamily(fn func(w *world, v6 bool)) {
 	}
 }
 
-// routesToPods lets the outside know where pods are.
-func (w *world) routesToPods() {
+// routesToPods lets somebody outside know where pods are.
+func (w *world) routesToPods(ns *cluster.Netns) {
 	w.Helper()
-	for _, ns := range []*cluster.Netns{w.Ext, w.callers["out"].ns, w.callers["out-b"].ns} {
-		for _, n := range w.Nodes {
-			for _, cidr := range n.Config.PodCIDRs {
-				w.on(ns, "ip route add %v via %v", cidr, w.addr(n.NodeName, cidr.Addr().Is6()))
-			}
+	for _, n := range w.Nodes {
+		for _, cidr := range n.Config.PodCIDRs {
+			w.on(ns, "ip route add %v via %v", cidr, w.addr(n.NodeName, cidr.Addr().Is6()))
 		}
 	}
 }

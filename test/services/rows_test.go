@@ -66,7 +66,7 @@ func (w *world) expand(r row) (out []probed) {
 	to := strings.Fields(r.to)
 	switch {
 	case r.addr != "":
-		to = []string{r.addr}
+		to = strings.Fields(r.addr)
 	case r.vip != "":
 		to = []string{r.vip}
 	}
@@ -81,7 +81,7 @@ func (w *world) expand(r row) (out []probed) {
 					p := probed{row: r, from: from, to: to, proto: proto, v6: v6}
 					switch {
 					case r.addr != "":
-						p.target = netip.AddrPortFrom(w.addr(r.addr, v6), 0)
+						p.target = netip.AddrPortFrom(w.addr(to, v6), 0)
 					case r.vip != "":
 						p.target = netip.AddrPortFrom(netip.MustParseAddr(map[bool]string{false: "10.98.77.77", true: "fd00:10:98::7777"}[v6]), 80)
 					default:

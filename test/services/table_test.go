@@ -45,6 +45,7 @@ var table = []service{
 		}
 	}},
 	{name: "node-address", ends: "back-b", change: nodeAddress},
+	{name: "node-address-lb", ends: "back-a", change: nodeAddressLB},
 	{name: "node-port", ends: "back-a back-b", change: func(_ *world, s *corev1.Service) {
 		s.Spec.Type = corev1.ServiceTypeNodePort
 	}},
@@ -61,6 +62,14 @@ func nodeAddress(w *world, s *corev1.Service) {
 	s.Spec.ExternalIPs = nil
 	for _, a := range w.addrs["node-a/second"] {
 		s.Spec.ExternalIPs = append(s.Spec.ExternalIPs, a.String())
+	}
+}
+
+// S22: the same of a load balancer's.
+func nodeAddressLB(w *world, s *corev1.Service) {
+	s.Spec.ExternalIPs, s.Status.LoadBalancer.Ingress = nil, nil
+	for _, a := range w.addrs["node-b/second"] {
+		s.Status.LoadBalancer.Ingress = append(s.Status.LoadBalancer.Ingress, corev1.LoadBalancerIngress{IP: a.String()})
 	}
 }
 
@@ -176,6 +185,9 @@ var rows = []row{
 	{from: "pod-a", addr: "node-a", port: 8080, by: "node-a"},
 	{from: "pod-a", addr: "back-b", port: 8080, by: "back-b"},
 	{from: "node-a", addr: "back-b", port: 8080, by: "back-b"},
+	// What a client outside opened is answered under the pod's own address.
+	{from: "out out-b", addr: "pod-a", port: 8080, by: "pod-a"},
+	{from: "out out-b", addr: "pod-b", port: 8080, by: "pod-b"},
 
 	// S11: to oneself, alone and as one of several.
 	{from: "pod-a", svc: "self", to: anywhere, by: "pod-a", sees: "node-a"},
@@ -196,13 +208,16 @@ var rows = []row{
 
 	// S13: the address stays the world's.
 	{from: inside, svc: "by-proxy", to: "lb", by: "ext", sees: "node"},
+	{from: "out out-b", svc: "by-proxy", to: "lb", by: "ext"},
 	{from: everyone, svc: "by-proxy", to: "cluster ext", by: "back-a"},
 
 	// S22: the service has its port of a node's address and no other.
 	{from: "pod-a pod-b out out-b node-b", addr: "node-a/second", port: 80, by: "back-b"},
 	{from: "node-a", addr: "node-a/second", port: 80, by: "back-b", sees: "node-a node-a/second"},
 	{from: "pod-a out node-b", addr: "node-a/second", port: 8080, by: "node-a"},
-	{from: "out", addr: "node-a", port: 80, refused: true},
+	{from: "pod-a pod-b out out-b node-a", addr: "node-b/second", port: 80, by: "back-a"},
+	{from: "pod-b out node-a", addr: "node-b/second", port: 8080, by: "node-b"},
+	{from: "out", addr: "node-a node-b", port: 80, refused: true},
 	// S26: NodePorts are not on the loopback addresses.
 	{from: "node-a", addr: "loopback", port: 30101, refused: true},
 

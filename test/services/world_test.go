@@ -161,8 +161,13 @@ func bringUp(t *testing.T, life context.Context, c *cluster.Cluster) *world {
 	w.know("loopback", "127.0.0.1", "::1")
 	w.know("ext", "172.31.0.1", "fd00:172:31::1")
 	w.must(w.Manifests.Put(pods...))
-	// The kernel sends under an address that is not deprecated: the first.
+	// The kernel sends under an address that is not deprecated: the first. What
+	// it refuses itself it says each time; the redirects that it sends to
+	// clients outside would count against that.
 	for _, n := range w.Nodes {
+		for _, key := range []string{"net/ipv4/icmp_ratelimit", "net/ipv6/icmp/ratelimit"} {
+			w.must(n.Sysctl(key, "0"))
+		}
 		for _, p := range n.Config.Addrs[2:] {
 			if p.Addr().Is6() {
 				_, err := n.Exec(ctx, "ip", "addr", "change", p.String(), "dev", "eth0", "preferred_lft", "0")
@@ -191,6 +196,7 @@ func bringUp(t *testing.T, life context.Context, c *cluster.Cluster) *world {
 			_, err := host.Exec(ctx, "ip", "route", "add", r, "via", via.String())
 			w.must(err)
 		}
+		w.routesToPods(host)
 		w.join(o.name, host)
 	}
 	for _, l := range layout {
