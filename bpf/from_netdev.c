@@ -11,7 +11,8 @@
 
 static __always_inline int pw_is_vxlan(const struct pw_pkt *p)
 {
-	return p->key.proto == IPPROTO_UDP && p->key.dport == cfg_vxlan_port;
+	return p->key.proto == IPPROTO_UDP && p->key.dport == cfg_vxlan_port &&
+	       pw_is_tunnel_end(&p->key.dst);
 }
 
 /*

@@ -19,7 +19,8 @@ int to_netdev(struct __sk_buff *skb)
 	if (err)
 		return pw_pass(skb, &p);
 	/* The tunnel's own packets. */
-	if (p.key.proto == IPPROTO_UDP && p.key.dport == cfg_vxlan_port)
+	if (p.key.proto == IPPROTO_UDP && p.key.dport == cfg_vxlan_port &&
+	    pw_is_tunnel_end(&p.key.src) && bpf_map_lookup_elem(&pw_node_ids, &p.key.dst))
 		return pw_pass(skb, &p);
 	if (!pw_host_follows(skb, &p))
 		return pw_pass(skb, &p);

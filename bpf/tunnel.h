@@ -101,6 +101,19 @@ static __always_inline int pw_has_via(struct __sk_buff *skb, __u32 base)
 }
 
 /*
+ * Is that where the tunnels of other nodes end here? The port alone says
+ * nothing: a pod or a service may have one of that number. While the agent has
+ * not told, no address is, and the device takes what is for it.
+ */
+static __always_inline int pw_is_tunnel_end(const struct pw_addr *addr)
+{
+	__u32 zero = 0;
+	struct pw_node *self = bpf_map_lookup_elem(&pw_nodes, &zero);
+
+	return self && pw_addr_eq(&self->addr, addr);
+}
+
+/*
  * The device sends the frame where this key says, from this node's own tunnel
  * address (index 0 of pw_nodes): left to itself, the kernel would take
  * whichever address the route prefers, and the peer know nobody by it.

@@ -267,6 +267,33 @@ func TestNoDecap(t *testing.T) {
 	})
 }
 
+// The tunnel's port is the tunnel's on this node's tunnel address alone: on
+// others it may be a service's or a pod's.
+func TestPortOfTheTunnel(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		w.ways()
+		w.service(w.f.vip, 4789, maps.ProtoUDP, maps.Service{
+			Id: 77, Set: setLocal, Count: 1, ExtSet: setLocal, ExtCount: 1, Flags: maps.ServiceExternal,
+		})
+		call := udp(ap(w.f.world, 7), ap(w.f.vip, 4789))
+		w.wire(call).is(fwdLocal, miss, created).leaves(call.src, ap(w.f.local, podPort))
+		w.wire(call).is(fwdLocal, hitNew)
+		w.wire(udp(ap(w.f.world, 7), ap(w.f.client, 4789))).is(fwdLocal, miss, created)
+		w.wire(udp(ap(w.f.remote, 7), ap(w.f.client, 4789))).is(spoofedSource, miss)
+		w.wire(udp(ap(outer().world, 7), ap(outer().nodeA, 4789))).is(passed)
+		// The answer of a service on the host's network, to a client that
+		// calls from this port.
+		call = udp(ap(w.f.world, 4789), ap(w.f.vipHost, svcPort))
+		w.service(w.f.vipHost, svcPort, maps.ProtoUDP, maps.Service{
+			Id: 78, Set: setHost, Count: 1, ExtSet: setHost, ExtCount: 1, Flags: maps.ServiceExternal,
+		})
+		w.wire(call).is(fwdHost, miss, created)
+		answer := udp(ap(w.f.nodeA, podPort), call.src)
+		w.run(w.at(toNetdev, answer.bytes(t))).is(fwdWire, hitNew).leaves(call.dst, call.src)
+		w.run(w.at(toNetdev, udp(ap(outer().nodeA, 0xc001), ap(outer().nodeB, 4789)).bytes(t))).is(passed)
+	})
+}
+
 // Directly routed nodes: no header, and the wire speaks for their pods.
 func TestDirect(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {

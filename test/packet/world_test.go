@@ -196,6 +196,7 @@ func (w *world) fillPeers() {
 	w.prefix(f.podsLost, maps.Peer{Identity: maps.IdentityPod, Slot: slotShared, Flags: maps.PeerPod})
 	w.prefix(f.services, maps.Peer{Slot: slotShared, Flags: maps.PeerService})
 	w.prefix(netip.MustParsePrefix("::/0"), maps.Peer{Identity: maps.IdentityWorld, Slot: slotWorld})
+	put(w, s.Nodes, 0, maps.Node{Addr: maps.ToAddr(outer().nodeA)})
 	put(w, s.Nodes, nodeIDB, maps.Node{Addr: maps.ToAddr(f.nodeB), Mac: mac(0xb)})
 	put(w, s.Nodes, nodeIDC, maps.Node{Addr: maps.ToAddr(f.nodeC), Mac: mac(0xc)})
 	put(w, s.NodeIDs, maps.ToAddr(f.nodeB), nodeIDB)

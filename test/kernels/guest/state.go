@@ -145,7 +145,8 @@ func (n *node) setPeer(other *node, own bool) error {
 		peer.Mtu, peer.Flags = podMTU, maps.NodeHeader
 		peer.Header, peer.HeaderSum = n.header(other)
 	}
-	return n.maps().Nodes.Put(other.id, peer)
+	self := maps.Node{Addr: maps.ToAddr(n.addr)}
+	return errors.Join(n.maps().Nodes.Put(0, self), n.maps().Nodes.Put(other.id, peer))
 }
 
 // header is struct pw_node's: see bpf/types.h.
