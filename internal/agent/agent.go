@@ -57,6 +57,7 @@ type Options struct {
 	NodePortAddrs tunnel.NodePortAddrs // where they answer; zero = on all addresses
 	MaglevSize    uint32               // 0 = by the number of backends
 	Settled       func()               // see [Config]
+	Now           func() time.Time     // the clock of health and of what is deleted later; nil = time.Now
 	Log           *slog.Logger
 }
 
@@ -142,6 +143,9 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 	if opt.Mode == "" {
 		opt.Mode = tunnel.ModeVXLAN
 	}
+	if opt.Now == nil {
+		opt.Now = time.Now
+	}
 	a := &Agent{
 		opt: opt, log: opt.Log, tables: tables, dp: dp, stack: stack, ipam: alloc,
 		eps:      newEndpoints(),
@@ -154,18 +158,18 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 	}
 	a.world.attached = make(map[int]string)
 	a.events = newEvents(a)
-	a.health = health.New(health.DefaultTimeout, time.Now, a.noLocal)
+	a.health = health.New(health.DefaultTimeout, opt.Now, a.noLocal)
 	a.checks = newChecks(a.health)
 	a.ports = newHostPorts()
 	a.unwritten = make(map[service.Owner]struct{})
 	a.dirty.services = make(map[types.NamespacedName]struct{})
 	var err error
 	st := storesOf(dp.Maps())
-	if a.peers, err = newPeers(st, time.Now); err != nil {
+	if a.peers, err = newPeers(st, opt.Now); err != nil {
 		return nil, err
 	}
 	a.gens = a.peers.gens
-	if a.services, err = newServices(st, time.Now, a.peers.bumpAddr); err != nil {
+	if a.services, err = newServices(st, opt.Now, a.peers.bumpAddr); err != nil {
 		return nil, err
 	}
 	a.devAddrs = reconcile.New(st.devAddrs)

@@ -31,12 +31,19 @@ type agentBench struct {
 	dp     *fakeDatapath
 	stack  *fakeStack
 	a      *Agent
-	done   func() // marks the tables complete
-	stop   func() // stops the loop and waits
+	now    func() time.Time // its clock; nil = the real one
+	done   func()           // marks the tables complete
+	stop   func()           // stops the loop and waits
 }
 
 func newAgentBench(t *testing.T) *agentBench {
-	b := &agentBench{t: t, dp: newFakeDatapath(t), stack: newFakeStack()}
+	t.Helper()
+	return newAgentBenchAt(t, nil)
+}
+
+func newAgentBenchAt(t *testing.T, now func() time.Time) *agentBench {
+	t.Helper()
+	b := &agentBench{t: t, now: now, dp: newFakeDatapath(t), stack: newFakeStack()}
 	b.newTables()
 	b.start()
 	return b
@@ -62,7 +69,7 @@ func (b *agentBench) start() { b.startWith() }
 func (b *agentBench) startWith(endpoints ...endpoint.Endpoint) {
 	b.t.Helper()
 	var err error
-	b.a, err = New(Options{NodeName: "node-a", VNI: 4096, Log: slog.New(slog.DiscardHandler)},
+	b.a, err = New(Options{NodeName: "node-a", VNI: 4096, Now: b.now, Log: slog.New(slog.DiscardHandler)},
 		b.tables, b.dp, b.stack, new(ipam.Allocator))
 	if err != nil {
 		b.t.Fatal(err)

@@ -9,6 +9,7 @@ import (
 	"net/http/httptest"
 	"net/netip"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -76,17 +77,11 @@ func TestHealthFollowsTheLoop(t *testing.T) {
 
 	// One that the map refuses stays pending, and is no problem any more when
 	// a later one is written.
-	var good *reconcile.Table[maps.BackendKey, maps.Backend]
-	b.await("exchange the map", func() bool {
-		bad := newMem[maps.BackendKey, maps.Backend]("pw_backends", &journal{})
-		bad.bad = func(maps.BackendKey, maps.Backend) error { return errors.New("refused") }
-		good, b.a.services.backends = b.a.services.backends, reconcile.New(bad)
-		return true
-	})
+	restore := refuseBackends(b)
 	b.put(testSlice("web-1", "web", "10.244.158.67"))
 	b.await("the refusal", func() bool { return b.a.behind() != nil })
 	wantMetrics(t, get, "after a refusal", "kubeproxy_sync_proxy_rules_endpoint_changes_pending 1")
-	b.await("put the map back", func() bool { b.a.services.backends = good; return true })
+	restore()
 	b.put(testSlice("web-1", "web", "10.244.158.68"))
 	b.await("applied", func() bool { return b.a.behind() == nil })
 	wantMetrics(t, get, "after the next",
@@ -116,6 +111,88 @@ func TestHealthFollowsTheLoop(t *testing.T) {
 			t.Errorf("%s: /livez says %d", c.what, got)
 		}
 	}
+}
+
+// refuseBackends has the map of backends refuse everything until restored.
+func refuseBackends(b *agentBench) (restore func()) {
+	b.t.Helper()
+	var good *reconcile.Table[maps.BackendKey, maps.Backend]
+	b.await("exchange the map", func() bool {
+		bad := newMem[maps.BackendKey, maps.Backend]("pw_backends", &journal{})
+		bad.bad = func(maps.BackendKey, maps.Backend) error { return errors.New("refused") }
+		good, b.a.services.backends = b.a.services.backends, reconcile.New(bad)
+		return true
+	})
+	return func() {
+		b.t.Helper()
+		b.await("put the map back", func() bool { b.a.services.backends = good; return true })
+	}
+}
+
+// S18, S19: a change that waits for too long is told by /healthz, /livez and
+// every health check, however many endpoints there are, until it is applied.
+func TestAgentBehindIsUnhealthy(t *testing.T) {
+	var ahead atomic.Int64
+	b := newAgentBenchAt(t, func() time.Time { return time.Now().Add(time.Duration(ahead.Load())) })
+	b.cluster()
+	port := freePort(t)
+	b.put(testService("web", "10.98.0.1", local(int32(port))), at("node-a", testSlice("web-1", "web", "10.244.80.65")))
+	b.done()
+	type answer struct {
+		check          int
+		healthy        bool
+		healthz, livez int
+	}
+	expect := func(what string, want answer) {
+		t.Helper()
+		b.await(what, func() bool {
+			got := answer{healthz: proxyAnswers(t, b, "/healthz"), livez: proxyAnswers(t, b, "/livez")}
+			code, body := askCheck(t, port)
+			got.check, got.healthy = code, body.ServiceProxyHealthy
+			return got == want
+		})
+	}
+	expect("in force", answer{200, true, 200, 200})
+	restore := refuseBackends(b)
+	b.put(at("node-a", testSlice("web-1", "web", "10.244.80.65", "10.244.80.66")))
+	b.await("the refusal", func() bool { return b.a.behind() != nil })
+	expect("not waiting for long", answer{200, true, 200, 200})
+	ahead.Store(int64(health.DefaultTimeout))
+	expect("waiting for too long", answer{503, false, 503, 503})
+	restore()
+	b.put(at("node-a", testSlice("web-1", "web", "10.244.80.65", "10.244.80.67")))
+	expect("applied at last", answer{200, true, 200, 200})
+}
+
+// freePort is one that nothing listens on.
+func freePort(t *testing.T) uint16 {
+	t.Helper()
+	l, err := net.Listen("tcp", ":0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return netip.MustParseAddrPort(l.Addr().String()).Port()
+}
+
+// askCheck asks the health check of a service; 0: nobody listens.
+func askCheck(t *testing.T, port uint16) (code int, body checkBody) {
+	t.Helper()
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	r, err := client.Get(fmt.Sprintf("http://127.0.0.1:%d/", port))
+	if err != nil {
+		return 0, body
+	}
+	defer r.Body.Close()
+	if err := json.NewDecoder(r.Body).Decode(&body); err != nil {
+		t.Fatal(err)
+	}
+	return r.StatusCode, body
+}
+
+type checkBody struct {
+	LocalEndpoints      int
+	ServiceProxyHealthy bool
 }
 
 // S19
@@ -180,37 +257,16 @@ func TestHealthCheckNodePort(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer squatter.Close()
-	free, err := net.Listen("tcp", ":0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	port := int32(netip.MustParseAddrPort(free.Addr().String()).Port())
-	taken := int32(netip.MustParseAddrPort(squatter.Addr().String()).Port())
-	if err := free.Close(); err != nil {
-		t.Fatal(err)
-	}
-	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-	ask := func() (code, endpoints int) {
-		r, err := client.Get(fmt.Sprintf("http://127.0.0.1:%d/", port))
-		if err != nil {
-			return 0, 0
-		}
-		defer r.Body.Close()
-		var body struct{ LocalEndpoints int }
-		if err := json.NewDecoder(r.Body).Decode(&body); err != nil {
-			t.Fatal(err)
-		}
-		return r.StatusCode, body.LocalEndpoints
-	}
+	taken, port := int32(netip.MustParseAddrPort(squatter.Addr().String()).Port()), freePort(t)
 	expect := func(what string, code, endpoints int) {
 		t.Helper()
 		b.await(what, func() bool {
-			gotCode, gotEndpoints := ask()
-			return gotCode == code && gotEndpoints == endpoints
+			gotCode, body := askCheck(t, port)
+			return gotCode == code && body.LocalEndpoints == endpoints
 		})
 	}
 
-	b.put(testService("web", "10.98.0.1", local(port)), testService("squatted", "10.98.0.2", local(taken)),
+	b.put(testService("web", "10.98.0.1", local(int32(port))), testService("squatted", "10.98.0.2", local(taken)),
 		at("node-a", testSlice("web-1", "web", "10.244.80.65", "10.244.80.66")),
 		at("node-b", testSlice("web-2", "web", "10.244.158.65")))
 	b.done()
@@ -224,14 +280,14 @@ func TestHealthCheckNodePort(t *testing.T) {
 	b.put(at("node-a", testSlice("web-1", "web", "10.244.80.65")))
 	expect("a ready one again", 200, 1)
 	// No check where the policy is not Local.
-	b.put(testService("web", "10.98.0.1", local(port), func(s *corev1.Service) {
+	b.put(testService("web", "10.98.0.1", local(int32(port)), func(s *corev1.Service) {
 		s.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyCluster
 	}))
 	expect("no server", 0, 0)
-	b.put(testService("web", "10.98.0.1", local(port)))
+	b.put(testService("web", "10.98.0.1", local(int32(port))))
 	expect("a server again", 200, 1)
 	b.stop()
-	if code, _ := ask(); code != 0 {
+	if code, _ := askCheck(t, port); code != 0 {
 		t.Error("the server outlives the agent")
 	}
 }
