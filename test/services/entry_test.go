@@ -20,8 +20,7 @@ const tunnelMTU = 1450
 
 // Replies to a client outside leave by the node it called, whose tunnel
 // brought the request; backends on a host's own network do it likewise.
-func TestS6RepliesByTheEntryNode(t *testing.T) {
-	w := shared(t)
+func (w *world) replies() {
 	for _, s := range []service{{name: "entry", n: 230, ends: "back-b"}, {name: "entry-host", n: 231, ends: "node-b"}} {
 		w.T.Run(s.ends, func(t *testing.T) {
 			w := w.sub(t)
@@ -91,8 +90,7 @@ func (w *world) macOf(node string) (mac string) {
 }
 
 // One client port towards two nodes that pick the same backend.
-func TestS28TwoEntryNodes(t *testing.T) {
-	w := shared(t)
+func (w *world) twoEntryNodes() {
 	s := service{name: "two-ways", n: 232, ends: "back-b"}
 	w.put(s)
 	w.each(func(w *world, proto string, v6 bool) {
@@ -228,6 +226,10 @@ func (w *world) tooBig(target netip.AddrPort, v6 bool) {
 	}
 }
 
+func TestS6RepliesByTheEntryNode(t *testing.T) { shared(t).replies() }
+
+func TestS28TwoEntryNodes(t *testing.T) { shared(t).twoEntryNodes() }
+
 func TestN12SizesTunnel(t *testing.T) { shared(t).sizes() }
 
 // Where pods' packets need no tunnel clients' packets are carried in it all the
@@ -237,6 +239,8 @@ func TestServicesDirect(t *testing.T) {
 	for _, mode := range []string{"direct", "cross-subnet"} {
 		t.Run(mode, func(t *testing.T) {
 			w := own(t, "--routing-mode", mode)
+			w.T.Run("S6", func(t *testing.T) { w.sub(t).replies() })
+			w.T.Run("S28", func(t *testing.T) { w.sub(t).twoEntryNodes() })
 			w.T.Run("N12", func(t *testing.T) { w.sub(t).sizes() })
 			w.T.Run("rows", func(t *testing.T) {
 				w := w.sub(t)
