@@ -27,13 +27,17 @@ type sampled struct {
 func sequence(t *testing.T, g generator, in *policy.Input, steps int, stats *transitionStats) {
 	t.Helper()
 	out := policy.Compile(*in, nil)
+	c := policy.NewCompiler(nil)
+	checkSame(t, out, c.Compile(policy.Changes{Pods: in.Pods, Rest: in}))
 	for range steps {
 		next := g.mutate(in)
-		prev := out.State
+		prev, ch := out.State, changes(g, in, next)
 		if g.chance(15) { // the agent restarts
 			prev = policy.Restore(snapshot(&out, in))
+			c, ch = policy.NewCompiler(prev), policy.Changes{Pods: next.Pods, Rest: next}
 		}
 		nout := policy.Compile(*next, prev)
+		checkSame(t, nout, c.Compile(ch))
 		checkAgainstOracle(t, g, next, &nout, 300)
 		old, new := load(&out, in), load(&nout, next)
 		checkChange(t, g, &out, &nout, old, new, sample(g, in, next, old, new), stats)
