@@ -65,7 +65,7 @@ func NewCompiler(prev *State) *Compiler {
 func (c *Compiler) Compile(ch Changes) Output {
 	prev := c.st
 	st := prev.successor()
-	s := &work{prev: prev, st: st}
+	s := &work{prev: prev, st: st, whole: c.f == nil}
 	c.take(ch, s)
 	c.findInForce(s)
 	c.identify(s)
@@ -115,6 +115,9 @@ type moved struct {
 }
 
 func (s *work) touch(addrs ...netip.Addr) {
+	if s.whole {
+		return
+	}
 	for _, a := range addrs {
 		s.touched[a] = struct{}{}
 	}
@@ -143,7 +146,7 @@ func (s *work) delta() Delta {
 
 // take brings what the compiler knows of the cluster up to date.
 func (c *Compiler) take(ch Changes, s *work) {
-	s.touched = make(map[netip.Addr]struct{}, len(ch.Pods))
+	s.touched = make(map[netip.Addr]struct{})
 	m := &c.members
 	if ch.Rest != nil {
 		for namespace := range m.setNamespaces(ch.Rest.Namespaces) {
@@ -179,24 +182,21 @@ func (c *Compiler) take(ch Changes, s *work) {
 // identify gives the addresses that may have another identity theirs.
 func (c *Compiler) identify(s *work) {
 	prev, st := s.prev, s.st
+	var order []netip.Addr
 	if s.whole {
-		clear(s.touched)
-		for a := range c.members.claims {
-			s.touch(a)
-		}
-		for a := range c.members.nodes {
-			s.touch(a)
-		}
-		st.addrs = make(map[netip.Addr]uint32, len(s.touched))
+		order = slices.AppendSeq(slices.Collect(gomaps.Keys(c.members.nodes)), gomaps.Keys(c.members.claims))
+		st.addrs = make(map[netip.Addr]uint32, len(order))
 		c.ids = newIdentities(c.f, c.members.nsLabels, prev, st)
 		st.prefixes = c.ids.prefixes()
 		c.lpm = newLPM(st.prefixes)
 	} else {
+		order = slices.Collect(gomaps.Keys(s.touched))
 		st.addrs, st.prefixes, st.identities = prev.addrs, prev.prefixes, prev.identities
 		c.ids.f, c.ids.prev, c.ids.st = c.f, prev, st
 	}
-	before := make(map[uint32]int)                                         // addresses that leave an identity
-	order := slices.SortedFunc(gomaps.Keys(s.touched), netip.Addr.Compare) // so that numbers come out the same
+	slices.SortFunc(order, netip.Addr.Compare) // so that numbers come out the same
+	order = slices.Compact(order)
+	before := make(map[uint32]int) // addresses that leave an identity
 	s.did.Addrs = len(order)
 	for _, a := range order {
 		m := moved{addr: a}

@@ -180,7 +180,7 @@ func (c *Compiler) findInForce(s *work) {
 	f.finish(prev, st)
 	st.ports, st.nextClass = prev.ports.next(f.ranges, prev.nextClass)
 	s.ports = !slices.Equal(prev.ports.list, st.ports.list)
-	s.whole = old == nil || !f.sameTerms(old)
+	s.whole = s.whole || !f.sameTerms(old)
 	s.groups = old == nil || len(f.groups) != len(old.groups)
 	for key, g := range f.byKey {
 		if old != nil && old.byKey[key] != nil && slices.Equal(old.byKey[key].policies, g.policies) {
