@@ -274,6 +274,12 @@ func (p *peers) desireTables(out policy.Output, deltas bool) (settle func(failed
 			p.policy.Set(k, v)
 		}
 	}
+	for k, v := range out.Delta.Added {
+		p.policy.Set(k, v)
+	}
+	for _, k := range out.Delta.Removed {
+		p.policy.Delete(k)
+	}
 	for k, v := range out.Transitional {
 		p.policy.Set(k, v)
 	}

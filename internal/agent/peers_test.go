@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -38,6 +39,9 @@ type peerBench struct {
 	last      peerInput
 
 	clusterPolicies []*v1beta1.ClusterNetworkPolicy
+
+	copied        []*networkingv1.NetworkPolicy // what the compilers have of them
+	clusterCopied []*v1beta1.ClusterNetworkPolicy
 }
 
 func newPeerBench(t *testing.T) *peerBench {
@@ -179,18 +183,24 @@ func (b *peerBench) compile() {
 		policy: b.policing.Compile(policy.Changes{Pods: pods, Gone: gone, Rest: &policy.Input{
 			Namespaces: []policy.Namespace{{Name: "default"}},
 			Nodes:      policyNodes(b.nodes, "node-a", host),
-			Policies:   copies(b.policies), // they are edited in place
+			Policies:   copies(b.policies, &b.copied),
 
-			ClusterPolicies: copies(b.clusterPolicies),
+			ClusterPolicies: copies(b.clusterPolicies, &b.clusterCopied),
 		}}),
 	}
 }
 
-func copies[T interface{ DeepCopy() T }](list []T) []T {
+// copies has another object for each that was edited in place since the last.
+func copies[T interface{ DeepCopy() T }](list []T, last *[]T) []T {
 	out := make([]T, len(list))
 	for i := range list {
-		out[i] = list[i].DeepCopy()
+		if i < len(*last) && reflect.DeepEqual(list[i], (*last)[i]) {
+			out[i] = (*last)[i]
+		} else {
+			out[i] = list[i].DeepCopy()
+		}
 	}
+	*last = out
 	return out
 }
 

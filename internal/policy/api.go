@@ -115,6 +115,10 @@ type Delta struct {
 	Addrs                 []netip.Addr // whose entry in Addrs is new, another or gone
 	Prefixes              bool         // some of them are
 	NewTables, GoneTables []uint32
+	// Added and Removed are entries of tables that stay: of identities that
+	// no address had before, and of such that none has any more.
+	Added   Table
+	Removed []maps.PolicyKey
 }
 
 // Table is a set of verdict entries.

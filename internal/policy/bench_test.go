@@ -96,7 +96,7 @@ func busy(tb testing.TB, n, local, policies int) *policy.Input {
 
 // writes counts the entries of maps that an output makes differ.
 func writes(out *policy.Output, gone map[uint32]policy.Table) int {
-	n := len(out.Delta.Addrs) + len(out.Early.Addrs) + 2*len(out.Transitional)
+	n := len(out.Delta.Addrs) + len(out.Early.Addrs) + 2*len(out.Transitional) + len(out.Delta.Added) + len(out.Delta.Removed)
 	for _, t := range out.Delta.NewTables {
 		n += len(out.Tables[t])
 	}

@@ -30,9 +30,13 @@ type Changes struct {
 	Rest *Input
 }
 
-// Compiler compiles a cluster that changes: given what changed, its output is
-// that of [Compile] given everything, but for the numbers of what is new, and
-// costs what mentions the change. It is not safe for concurrent use.
+// Compiler compiles a cluster that changes: given what changed, its output
+// means what that of [Compile] given everything does, numbers aside, and costs
+// what mentions the change. It is not safe for concurrent use.
+//
+// Where Compile makes another table of one in which an identity is new or
+// gone, a Compiler has it get and lose the entries of that one: see
+// [Delta].
 //
 // A pod's change costs the identities of its addresses and, when an identity
 // comes or goes by it, the tables whose policies mention that one. What
@@ -47,9 +51,10 @@ type Compiler struct {
 	parsed  parsed
 	f       *inForce
 	ids     *identities
-	lpm     *lpm[uint32]          // of the prefixes
-	indexes map[uint32]tableIndex // of tables that took part in a change
-	older   bool                  // out.Rules has rules of the state before, too
+	lpm     *lpm[uint32]             // of the prefixes
+	groupOf map[netip.Addr][2]string // keys of the groups of local addresses
+	indexes map[uint32]tableIndex    // of tables that took part in a change
+	older   bool                     // out.Rules has rules of the state before, too
 }
 
 // NewCompiler makes a compiler of an empty cluster. prev is as for [Compile].
@@ -81,7 +86,8 @@ func (c *Compiler) Compile(ch Changes) Output {
 	out.State = st
 	out.Delta, out.Work = s.delta(), s.did
 	for n := range c.indexes {
-		if _, ok := st.tables[n]; !ok {
+		_, differs := s.extended[n]
+		if _, ok := st.tables[n]; !ok || differs {
 			delete(c.indexes, n)
 		}
 	}
@@ -93,18 +99,21 @@ func (c *Compiler) Compile(ch Changes) Output {
 type work struct {
 	prev, st *State
 
-	touched  map[netip.Addr]struct{} // whose owner, or what it is, may be another
-	policies bool                    // are different
-	local    bool                    // so is a local pod, or what selects it
-	groups   bool                    // so are groups
-	whole    bool                    // all addresses are looked at
-	ports    bool                    // classes of ports are different
-	tables   bool                    // so are tables
+	touched   map[netip.Addr]struct{} // whose owner, or what it is, may be another
+	policies  bool                    // are different
+	local     bool                    // so is a local pod, or what selects it
+	groups    bool                    // so are groups
+	regrouped bool                    // an endpoint goes from one to another, or one's policies are different
+	whole     bool                    // all addresses are looked at
+	ports     bool                    // classes of ports are different
+	tables    bool                    // so are tables
 
 	moved []moved
 	came  []*identity
 	went  []*identity
-	did   Work
+
+	extended map[uint32]extended
+	did      Work
 }
 
 // moved is an address whose identity is another one than before.
@@ -140,6 +149,13 @@ func (s *work) delta() Delta {
 				d.GoneTables = append(d.GoneTables, n)
 			}
 		}
+	}
+	for _, e := range s.extended {
+		if d.Added == nil {
+			d.Added = make(Table)
+		}
+		gomaps.Copy(d.Added, e.added)
+		d.Removed = append(d.Removed, e.removed...)
 	}
 	return d
 }
@@ -277,12 +293,12 @@ func (c *Compiler) expand(s *work) {
 		return
 	}
 	st.tables, st.digests, st.rules = make(map[uint32]Table), make(map[digest][]uint32), make(map[RuleRef]uint32)
-	x := &expander{ids: c.ids, ports: st.ports, rule: func(r RuleRef) uint32 { return st.ruleNumber(prev, r) }}
+	isStale := make(map[*group]bool, len(stale))
 	for _, g := range stale {
-		g.number = 0
+		isStale[g] = true
 	}
 	for _, g := range c.f.groups {
-		if g.number == 0 {
+		if isStale[g] {
 			continue
 		}
 		if _, ok := st.tables[g.number]; !ok {
@@ -292,10 +308,98 @@ func (c *Compiler) expand(s *work) {
 			st.ruleNumber(prev, r)
 		}
 	}
+	x := &expander{ids: c.ids, ports: st.ports, rule: func(r RuleRef) uint32 { return st.ruleNumber(prev, r) }}
 	s.did.Groups = len(stale)
+	written := make(map[*group]Table, len(stale))
 	for _, g := range stale {
-		g.number, g.digest = st.number(prev, x.expand(g))
+		written[g] = x.expand(g)
 	}
+	if changed && !s.whole && !s.ports && !s.regrouped {
+		c.extend(s, written)
+	}
+	for _, g := range stale {
+		if _, ok := s.extended[g.number]; !ok {
+			g.number, g.digest = st.number(s, written[g])
+		}
+	}
+	for n, e := range s.extended {
+		st.keep(n, e.digest, e.now)
+	}
+}
+
+// extended is a table that stays, with entries that come and go.
+type extended struct {
+	now     Table
+	both    Table // with what goes
+	added   Table
+	removed []maps.PolicyKey
+	digest  digest
+}
+
+// extend lets the tables of groups stay whose entries differ in those of
+// identities that came or went alone: no address has these, before or after.
+// All groups that have the table must agree, and none comes to it or leaves it.
+func (c *Compiler) extend(s *work, written map[*group]Table) {
+	passing := make(map[uint32]bool, len(s.came)+len(s.went))
+	for _, list := range [][]*identity{s.came, s.went} {
+		for _, id := range list {
+			passing[id.number] = true
+		}
+	}
+	users := make(map[uint32][]*group)
+	for _, g := range c.f.groups {
+		users[g.number] = append(users[g.number], g)
+	}
+	for n, groups := range users {
+		t, stale := written[groups[0]]
+		if n == 0 || !stale || slices.ContainsFunc(groups, func(g *group) bool {
+			other, stale := written[g]
+			return !stale || !gomaps.Equal(t, other)
+		}) {
+			continue
+		}
+		e, ok := newExtended(n, s.prev.tables[n], t, passing)
+		if !ok {
+			continue
+		}
+		e.digest = digestOf(s.st.seed, t)
+		if s.extended == nil {
+			s.extended = make(map[uint32]extended)
+		}
+		s.extended[n] = e
+		for _, g := range groups {
+			g.digest = e.digest
+		}
+		delete(c.indexes, n)
+	}
+}
+
+// newExtended compares table n with what is to be in it, keys without number;
+// false if it differs in more than the entries of the identities given.
+func newExtended(n uint32, old, t Table, passing map[uint32]bool) (extended, bool) {
+	e := extended{now: make(Table, len(t)), both: gomaps.Clone(old), added: make(Table)}
+	for k, v := range t {
+		k.Table = n
+		e.now[k], e.both[k] = v, v
+		was, ok := old[k]
+		switch {
+		case ok && was == v:
+		case ok || !passing[k.Identity]:
+			return e, false
+		default:
+			e.added[k] = v
+		}
+	}
+	for k := range old {
+		if _, ok := e.now[k]; ok {
+			continue
+		}
+		if !passing[k.Identity] {
+			return e, false
+		}
+		e.removed = append(e.removed, k)
+	}
+	return e, true
 }
 
 // findLocal says what became of the local pods.

@@ -3,6 +3,7 @@ package policy
 import (
 	"cmp"
 	gomaps "maps"
+	"net/netip"
 	"slices"
 	"strings"
 
@@ -154,11 +155,15 @@ func (c *Compiler) findInForce(s *work) {
 		st.peers, st.ports = prev.peers, prev.ports
 		return
 	}
+	groupOf := make(map[netip.Addr][2]string)
 	f := &inForce{byKey: make(map[string]*group), number: make(map[string]uint32), blocks: make(map[uint32]*block)}
 	seen := make(map[*policy]*[2]bool)
 	for _, mb := range c.members.sortedLocal() {
 		if mb.chosen == nil {
 			mb.chosen = c.choice.choose(&mb.pod)
+		}
+		for _, a := range mb.addrs {
+			groupOf[a] = [2]string{mb.chosen[Ingress].key, mb.chosen[Egress].key}
 		}
 		for d := range mb.chosen {
 			list := mb.chosen[d].policies
@@ -190,9 +195,14 @@ func (c *Compiler) findInForce(s *work) {
 			continue
 		}
 		s.groups = true
+		s.regrouped = s.regrouped || old != nil && old.byKey[key] != nil
 		g.read(f)
 	}
-	c.f = f
+	for a, keys := range groupOf {
+		was, ok := c.groupOf[a]
+		s.regrouped = s.regrouped || ok && was != keys
+	}
+	c.f, c.groupOf = f, groupOf
 }
 
 // sameTerms says that identities are the same to both.

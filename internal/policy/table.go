@@ -283,16 +283,17 @@ func digestOf(seed maphash.Seed, t Table) digest {
 }
 
 // number returns t under its number: that of an equal table of this or the
-// previous compile, or a new one.
-func (st *State) number(prev *State, t Table) (uint32, digest) {
+// previous compile, or a new one. A table that is being extended is no other
+// group's.
+func (st *State) number(s *work, t Table) (uint32, digest) {
 	d := digestOf(st.seed, t)
-	for _, from := range []*State{st, prev} {
+	for _, from := range []*State{st, s.prev} {
 		for _, n := range from.digests[d] {
-			if !equalTables(t, from.tables[n], n) {
+			if _, ok := s.extended[n]; ok || !equalTables(t, from.tables[n], n) {
 				continue
 			}
-			if from == prev {
-				st.keep(n, d, prev.tables[n])
+			if from == s.prev {
+				st.keep(n, d, from.tables[n])
 			}
 			return n, d
 		}

@@ -27,10 +27,11 @@ type move struct{ from, to uint32 }
 func (c *Compiler) changeOver(s *work) (Early, Table) {
 	early := Early{Addrs: make(map[netip.Addr]uint32), Prefixes: make(map[netip.Prefix]uint32)}
 	extra := make(Table)
-	if !endpointsChange(s.prev, s.st) {
+	changing := changingTables(s.prev, s.st)
+	if len(changing) == 0 {
 		return early, extra
 	}
-	ch := &change{prev: s.prev, st: s.st, extra: extra, views: make(map[uint32]view), indexes: c.indexes, lpmNew: c.lpm, lpmOld: c.lpm}
+	ch := &change{prev: s.prev, st: s.st, extra: extra, views: make(map[uint32]view), indexes: c.indexes, extended: s.extended, mixed: changing, lpmNew: c.lpm, lpmOld: c.lpm}
 	if s.whole {
 		ch.lpmOld = newLPM(s.prev.prefixes)
 	}
@@ -53,15 +54,18 @@ func (c *Compiler) changeOver(s *work) (Early, Table) {
 	return early, extra
 }
 
-// endpointsChange says that some endpoint changes a table.
-func endpointsChange(prev, st *State) bool {
-	// Cheap: these are the pods of one node.
-	for a, t := range st.endpoints {
-		if old, ok := prev.endpoints[a]; ok && old != t {
-			return true
+// changingTables are those that some endpoint goes to or comes from.
+func changingTables(prev, st *State) map[uint32]bool {
+	out := make(map[uint32]bool)
+	for a, t := range st.endpoints { // the pods of one node: few
+		old, ok := prev.endpoints[a]
+		for d := range t {
+			if ok && old[d] != t[d] {
+				out[old[d]], out[t[d]] = true, true
+			}
 		}
 	}
-	return false
+	return out
 }
 
 // change is the work of one changeOver.
@@ -70,6 +74,8 @@ type change struct {
 	extra    Table
 	views    map[uint32]view // of old tables that go
 	indexes  map[uint32]tableIndex
+	extended map[uint32]extended
+	mixed    map[uint32]bool // tables to which or from which an endpoint goes
 	lpmOld   *lpm[uint32]
 	lpmNew   *lpm[uint32]
 	regions  map[netip.Prefix]move
@@ -256,8 +262,14 @@ func (c *change) write(m move, n uint32) {
 	}
 	for t, entries := range c.st.tables {
 		_, stays := c.prev.tables[t]
+		x, differs := c.extended[t]
 		switch {
+		case stays && c.mixed[t]:
+			c.bothRows(t, entries, m, n)
 		case n == m.to:
+		case differs && n == m.from: // its entries are there to the end
+		case differs: // so that no endpoint comes or goes
+			c.bothRows(t, x.both, m, n)
 		case !stays || n == m.from:
 			c.copyRow(t, entries, m.to, n)
 		default:
