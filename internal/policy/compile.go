@@ -107,6 +107,7 @@ type work struct {
 	whole     bool                    // all addresses are looked at
 	ports     bool                    // classes of ports are different
 	tables    bool                    // so are tables
+	rules     bool                    // so are the rules in force
 
 	moved []moved
 	came  []*identity
@@ -292,7 +293,10 @@ func (c *Compiler) expand(s *work) {
 		st.tables, st.digests, st.rules = prev.tables, prev.digests, prev.rules
 		return
 	}
-	st.tables, st.digests, st.rules = make(map[uint32]Table), make(map[digest][]uint32), make(map[RuleRef]uint32)
+	st.tables, st.digests, st.rules = make(map[uint32]Table), make(map[digest][]uint32), prev.rules
+	if s.rules = s.groups || s.whole; s.rules {
+		st.rules = make(map[RuleRef]uint32)
+	}
 	isStale := make(map[*group]bool, len(stale))
 	for _, g := range stale {
 		isStale[g] = true
@@ -304,8 +308,10 @@ func (c *Compiler) expand(s *work) {
 		if _, ok := st.tables[g.number]; !ok {
 			st.keep(g.number, g.digest, prev.tables[g.number])
 		}
-		for _, r := range g.rules {
-			st.ruleNumber(prev, r)
+		if s.rules {
+			for _, r := range g.rules {
+				st.ruleNumber(prev, r)
+			}
 		}
 	}
 	x := &expander{ids: c.ids, ports: st.ports, rule: func(r RuleRef) uint32 { return st.ruleNumber(prev, r) }}
@@ -440,7 +446,7 @@ func (c *Compiler) findLocal(s *work) {
 // nameRules says what the numbers of rules stand for: those of this state and
 // of the one before.
 func (c *Compiler) nameRules(s *work) {
-	if !s.tables && !c.older && c.out.Rules != nil {
+	if !s.rules && !c.older && c.out.Rules != nil {
 		return
 	}
 	out := make(map[uint32]RuleRef, len(s.st.rules))
