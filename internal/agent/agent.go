@@ -17,6 +17,7 @@ import (
 	"github.com/podweir/podweir/internal/ipam"
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/internal/node"
+	"github.com/podweir/podweir/internal/policy"
 	"github.com/podweir/podweir/internal/reconcile"
 	"github.com/podweir/podweir/internal/service"
 	"github.com/podweir/podweir/internal/table"
@@ -73,6 +74,8 @@ type Agent struct {
 	health *health.Proxy
 	events *events
 
+	tunnel   *tunnel.Compiler
+	policy   *policy.Compiler
 	peers    *peers
 	services *services
 	devAddrs *reconcile.Table[uint32, maps.DevAddrs]
@@ -87,6 +90,7 @@ type Agent struct {
 	// Of the loop alone.
 	dirty     dirty
 	watch     watches
+	pods      statedb.ChangeIterator[*corev1.Pod]
 	svcs      statedb.ChangeIterator[*corev1.Service]
 	slices    statedb.ChangeIterator[*discoveryv1.EndpointSlice]
 	sliceOf   map[string]types.NamespacedName // slice -> service, to see it move
@@ -100,6 +104,10 @@ type Agent struct {
 	checks    checks
 	ports     hostPorts
 	unwritten map[service.Owner]struct{} // services that a map refused a part of
+
+	read      revisions    // what the compilers know of
+	hostAddrs []netip.Addr // so
+	localPods map[types.NamespacedName]*corev1.Pod
 }
 
 // world is what the last round knew.
@@ -169,6 +177,7 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 		return nil, err
 	}
 	a.gens = a.peers.gens
+	a.tunnel, a.policy = tunnel.NewCompiler(), policy.NewCompiler(a.peers.restored())
 	if a.services, err = newServices(st, opt.Now, a.peers.bumpAddr); err != nil {
 		return nil, err
 	}
@@ -214,14 +223,16 @@ func (a *Agent) Run(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("follow the node's devices: %w", err)
 	}
-	txn := a.tables.DB.WriteTxn(a.tables.Services, a.tables.Slices)
-	a.svcs, err = a.tables.Services.Changes(txn)
+	txn := a.tables.DB.WriteTxn(a.tables.Pods, a.tables.Services, a.tables.Slices)
+	if a.pods, err = a.tables.Pods.Changes(txn); err == nil {
+		a.svcs, err = a.tables.Services.Changes(txn)
+	}
 	if err == nil {
 		a.slices, err = a.tables.Slices.Changes(txn)
 	}
 	txn.Commit()
 	if err != nil {
-		return fmt.Errorf("follow services: %w", err)
+		return fmt.Errorf("follow pods and services: %w", err)
 	}
 	synced := make(chan struct{})
 	go func() {

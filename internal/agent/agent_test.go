@@ -26,7 +26,7 @@ import (
 
 // agentBench is the loop of node-a over tables that the test fills.
 type agentBench struct {
-	t      *testing.T
+	t      testing.TB
 	tables *table.Tables
 	dp     *fakeDatapath
 	stack  *fakeStack

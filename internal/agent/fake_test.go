@@ -24,7 +24,7 @@ type fakeDatapath struct {
 	bad      map[string]error // by device
 }
 
-func newFakeDatapath(t *testing.T) *fakeDatapath {
+func newFakeDatapath(t testing.TB) *fakeDatapath {
 	t.Helper()
 	spec, err := bpf.LoadDp()
 	if err != nil {

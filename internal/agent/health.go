@@ -91,12 +91,11 @@ func (a *Agent) checkAddrs() []netip.Addr {
 		return nil
 	}
 	var out []netip.Addr
-	for addr, p := range a.world.in.tunnel.Addrs {
-		if own := uint32(maps.PeerHost | maps.PeerNodePort); p.Flags&own == own {
+	for _, addr := range a.world.in.tunnel.HostAddrs {
+		if a.world.in.tunnel.Addrs[addr].Flags&maps.PeerNodePort != 0 {
 			out = append(out, addr)
 		}
 	}
-	slices.SortFunc(out, netip.Addr.Compare)
 	return out
 }
 

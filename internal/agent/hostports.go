@@ -11,7 +11,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/podweir/podweir/internal/endpoint"
-	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/internal/service"
 )
 
@@ -49,13 +48,11 @@ func podPorts(addrs []netip.Addr, list []endpoint.PortMapping) service.PodPorts 
 // order: those that services may have are left to them, also where a device
 // of the node has them.
 func hostPortAddrs(in peerInput, serviceCIDRs []netip.Prefix) (out []netip.Addr) {
-	for a, p := range in.tunnel.Addrs {
-		service := slices.ContainsFunc(serviceCIDRs, func(r netip.Prefix) bool { return r.Contains(a) })
-		if p.Flags&maps.PeerHost != 0 && !service {
+	for _, a := range in.tunnel.HostAddrs {
+		if !slices.ContainsFunc(serviceCIDRs, func(r netip.Prefix) bool { return r.Contains(a) }) {
 			out = append(out, a)
 		}
 	}
-	slices.SortFunc(out, netip.Addr.Compare)
 	return out
 }
 

@@ -179,12 +179,10 @@ func TestHostPortsThatCannotBeHad(t *testing.T) {
 }
 
 func TestHostPortAddrs(t *testing.T) {
-	in := peerInput{tunnel: tunnel.Output{Addrs: map[netip.Addr]tunnel.Peer{
-		netip.MustParseAddr("172.31.0.2"):   {Flags: maps.PeerHost | maps.PeerNodePort},
-		netip.MustParseAddr("10.98.0.10"):   {Flags: maps.PeerHost}, // a service's, on a device of the node
-		netip.MustParseAddr("172.31.0.3"):   {Flags: maps.PeerNode},
-		netip.MustParseAddr("10.244.80.65"): {Flags: maps.PeerPod | maps.PeerLocal},
-		netip.MustParseAddr("fd00::2"):      {Flags: maps.PeerHost},
+	in := peerInput{tunnel: tunnel.Output{HostAddrs: []netip.Addr{
+		netip.MustParseAddr("10.98.0.10"), // a service's, on a device of the node
+		netip.MustParseAddr("172.31.0.2"),
+		netip.MustParseAddr("fd00::2"),
 	}}}
 	if got := hostPortAddrs(in, []netip.Prefix{netip.MustParsePrefix("10.98.0.0/16")}); fmt.Sprint(got) != "[172.31.0.2 fd00::2]" {
 		t.Errorf("%v", got)

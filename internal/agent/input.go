@@ -61,20 +61,93 @@ func finished(p *corev1.Pod) bool {
 	return p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed
 }
 
-// policyPods are the pods that own addresses: those of other nodes by their
-// status, those of this node by their endpoint alone.
-func policyPods(pods []*corev1.Pod, self string, local endpointRound) []policy.Pod {
-	out := make([]policy.Pod, 0, len(pods))
-	for _, p := range pods {
-		name := types.NamespacedName{Namespace: p.Namespace, Name: p.Name}
-		if local.pods[name] != nil {
-			continue
-		}
-		if finished(p) || p.Spec.NodeName == self && !p.Spec.HostNetwork {
-			continue
-		}
-		out = append(out, policy.FromPod(p, false))
+// revisions are those of the tables that are read whole, when they were.
+type revisions struct {
+	namespaces, policies, clusterPolicies, cidrs, nodes statedb.Revision
+}
+
+// readRest reads what policies are about besides pods; nil: nothing of it is
+// different.
+func (a *Agent) readRest(txn statedb.ReadTxn, hostAddrs []netip.Addr) *policy.Input {
+	namespaces, watch := a.tables.Namespaces.AllWatch(txn)
+	a.watch.namespaces = watch
+	policies, watch := a.tables.Policies.AllWatch(txn)
+	a.watch.policies = watch
+	clusterPolicies, watch := a.tables.ClusterPolicies.AllWatch(txn)
+	a.watch.clusterPolicies = watch
+	cidrs, watch := a.tables.ServiceCIDRs.AllWatch(txn)
+	a.watch.cidrs = watch
+	nodes, watch := a.tables.Nodes.AllWatch(txn)
+	a.watch.nodes = watch
+
+	now := revisions{
+		a.tables.Namespaces.Revision(txn), a.tables.Policies.Revision(txn), a.tables.ClusterPolicies.Revision(txn),
+		a.tables.ServiceCIDRs.Revision(txn), a.tables.Nodes.Revision(txn),
 	}
+	if a.read == now && a.peers.applied && slices.Equal(a.hostAddrs, hostAddrs) {
+		return nil
+	}
+	a.read, a.hostAddrs = now, hostAddrs
+	a.world.cidrs = a.serviceCIDRs(collect(cidrs))
+	return &policy.Input{
+		Namespaces: policyNamespaces(collect(namespaces)),
+		Nodes:      policyNodes(collect(nodes), a.opt.NodeName, hostAddrs),
+		Policies:   collect(policies),
+
+		ClusterPolicies: collect(clusterPolicies),
+	}
+}
+
+// podChanges are the pods that are not as the last round had them.
+type podChanges struct {
+	objects []*corev1.Pod // for the tunnel
+	deleted []types.NamespacedName
+	owners  []policy.Pod // for policy: those that own addresses
+	gone    []types.NamespacedName
+}
+
+// changedPods reads the changes. Pods of other nodes own addresses by their
+// status, those of this node by their endpoint alone: these may be different
+// without a change of the object, and are few.
+func (a *Agent) changedPods(txn statedb.ReadTxn) podChanges {
+	var out podChanges
+	local := a.world.local
+	remote := func(name types.NamespacedName, p *corev1.Pod) {
+		if p == nil || finished(p) || p.Spec.NodeName == a.opt.NodeName && !p.Spec.HostNetwork {
+			out.gone = append(out.gone, name)
+			return
+		}
+		out.owners = append(out.owners, policy.FromPod(p, false))
+	}
+	changed, watch := a.pods.Next(txn)
+	a.watch.pods = watch
+	for ch := range changed {
+		name := types.NamespacedName{Namespace: ch.Object.Namespace, Name: ch.Object.Name}
+		p := ch.Object
+		if ch.Deleted {
+			p = nil
+			out.deleted = append(out.deleted, name)
+		} else {
+			out.objects = append(out.objects, p)
+		}
+		if local.pods[name] == nil {
+			remote(name, p)
+		}
+	}
+	for name := range a.localPods {
+		if local.pods[name] == nil {
+			p, _, _ := a.tables.Pods.Get(txn, table.ByName[*corev1.Pod](name.Namespace, name.Name))
+			remote(name, p)
+		}
+	}
+	a.localPods = local.pods
+	out.owners = append(out.owners, localPods(local)...)
+	return out
+}
+
+// localPods are the pods of this node's endpoints.
+func localPods(local endpointRound) []policy.Pod {
+	out := make([]policy.Pod, 0, len(local.pods))
 	for name, p := range local.pods {
 		pp := policy.FromPod(p, true)
 		pp.Namespace, pp.Name = name.Namespace, name.Name

@@ -93,13 +93,13 @@ func (n *nodeIDs) fresh() (uint32, bool) {
 
 // retain frees the numbers of all nodes not in names, and forgets what an
 // earlier run left and nobody has claimed.
-func (n *nodeIDs) retain(names map[string]bool) {
+func (n *nodeIDs) retain(names map[string]uint32) {
 	for addr, id := range n.byAddr {
 		delete(n.byAddr, addr)
 		n.free(id)
 	}
 	for name, id := range n.byName {
-		if !names[name] {
+		if _, ok := names[name]; !ok {
 			delete(n.byName, name)
 			n.free(id)
 		}

@@ -108,7 +108,7 @@ func TestNodeIDs(t *testing.T) {
 	get("c", "172.31.0.4", 5)
 	get("d", "172.31.0.5", 6)
 	get("b", "172.31.0.33", 2) // the number stays with the name
-	n.retain(map[string]bool{"c": true, "d": true})
+	n.retain(map[string]uint32{"c": 2, "d": 6})
 	get("e", "172.31.0.6", 7) // not the one just freed
 	get("f", "172.31.0.7", 2)
 	for name, a := range map[string]string{"g": "172.31.0.8", "h": "172.31.0.10", "i": "172.31.0.11"} {

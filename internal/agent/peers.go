@@ -3,6 +3,7 @@ package agent
 import (
 	"errors"
 	"fmt"
+	gomaps "maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -32,10 +33,18 @@ type peers struct {
 	classes   *reconcile.Table[uint32, uint16]
 
 	slots       map[maps.Addr]uint32
-	nodePorts   []maps.Addr // that NodePorts answer on
+	nodePorts   map[maps.Addr]struct{} // that NodePorts answer on
 	prefixSlots *lpm[uint32]
 	portClasses []policy.PortClass
-	state       *policy.State // of the output the maps hold
+
+	// What the last round applied.
+	applied    bool
+	was        peerInput
+	byName     map[string]uint32 // ids of the other nodes
+	nodeErrs   []error
+	ways       *lpm[maps.Peer] // what the tunnel and policy know of prefixes
+	identities *lpm[uint32]
+	short      bool // entries of pw_policy were not written
 }
 
 // localEndpoint is a pod of this node whose Pod object is known.
@@ -58,6 +67,19 @@ type peerInput struct {
 	tunnel    tunnel.Output
 	policy    policy.Output
 	endpoints map[netip.Addr]localEndpoint
+	// deltas says that those of tunnel and policy name all that is different
+	// from what was applied last.
+	deltas bool
+}
+
+// sameNodes says that a and b know the same of the other nodes.
+func sameNodes(a, b peerInput) bool {
+	same := func(a, b tunnel.NodeInfo) bool {
+		return a.Name == b.Name && a.Addr == b.Addr && slices.Equal(a.MAC, b.MAC) &&
+			slices.Equal(a.InternalIPs, b.InternalIPs) && slices.Equal(a.PodCIDRs, b.PodCIDRs)
+	}
+	return a.selfAddr == b.selfAddr && gomaps.Equal(a.ways, b.ways) &&
+		(len(a.nodes) > 0 && len(a.nodes) == len(b.nodes) && &a.nodes[0] == &b.nodes[0] || slices.EqualFunc(a.nodes, b.nodes, same))
 }
 
 // newPeers adopts what the maps hold.
@@ -85,9 +107,11 @@ func newPeers(st stores, now func() time.Time) (*peers, error) {
 	}
 	p.ids = adoptNodeIDs(st.nodesMax, p.nodes.All(), p.nodeIDs.All())
 	p.adoptSlots()
-	p.state = policy.Restore(p.snapshot())
 	return p, nil
 }
+
+// restored is the policy that the maps hold of an earlier run.
+func (p *peers) restored() *policy.State { return policy.Restore(p.snapshot()) }
 
 // adoptSlots takes over the slots of an earlier run. Of two entries that
 // claim one slot (corrupted maps) one gets another, and so does an endpoint
@@ -155,42 +179,41 @@ func (p *peers) apply(in peerInput) error {
 		}
 	}
 	// Who can be reached, before anything refers to it.
-	nodes, nodeErrs := p.compileNodes(in)
-	errs = append(errs, nodeErrs...)
+	deltas := in.deltas && p.applied
+	nodes := !deltas || len(p.nodeErrs) > 0 || !sameNodes(p.was, in)
+	if nodes {
+		was := p.byName
+		p.byName, p.nodeErrs = p.compileNodes(in)
+		deltas = deltas && gomaps.Equal(was, p.byName)
+	}
+	errs = append(errs, p.nodeErrs...)
 	up := p.nodes.Upsert()
 	note(up.Err())
 	note(p.nodeIDs.Upsert().Err())
 	renumbered := up.Changed
 
 	// New tables beside the old ones, and what makes the change safe.
-	tables := make(map[maps.PolicyKey]maps.PolicyEntry)
-	for _, t := range in.policy.Tables {
-		for k, v := range t {
-			tables[k] = v
-		}
-	}
-	both := tables
-	if len(in.policy.Transitional) > 0 {
-		both = make(map[maps.PolicyKey]maps.PolicyEntry, len(tables)+len(in.policy.Transitional))
-		for k, v := range tables {
-			both[k] = v
-		}
-		for k, v := range in.policy.Transitional {
-			both[k] = v
-		}
-	}
-	p.policy.Desire(both)
+	settle := p.desireTables(in.policy, deltas && !p.short)
 	note(p.upsertPolicy())
 	note(p.applyClasses(in.policy.PortClasses))
 
-	addrs, prefixes, endpoints := p.compilePeers(in, nodes)
+	c := p.compilePeers(in, deltas && !in.tunnel.Delta.Prefixes && !in.policy.Delta.Prefixes)
 	m := moves{p: p, note: note}
-	p.applyEarly(in, addrs, prefixes, endpoints, &m)
+	p.applyEarly(in, c, &m)
 
 	// Addresses to where they belong.
-	p.prefixes.Desire(prefixes)
-	p.addrs.Desire(addrs)
-	p.endpoints.Desire(endpoints)
+	if c.deltas {
+		for k, v := range c.addrs {
+			p.addrs.Set(k, v)
+		}
+		for _, k := range c.gone {
+			p.addrs.Delete(k)
+		}
+	} else {
+		p.prefixes.Desire(c.prefixes)
+		p.addrs.Desire(c.addrs)
+	}
+	p.endpoints.Desire(c.endpoints)
 	m.prefixes(p.prefixes.Upsert())
 	m.addrs(p.addrs.Upsert())
 	m.endpoints(p.endpoints.Upsert())
@@ -208,17 +231,67 @@ func (p *peers) apply(in peerInput) error {
 	note(p.gens.flush())
 
 	// What nothing refers to any more.
-	p.policy.Desire(tables)
+	settle(len(p.policy.Failed()) > 0)
 	note(p.prunePolicy())
+	p.short = len(p.policy.Failed()) > 0
 	note(p.nodeIDs.Prune().Err())
 	note(p.nodes.Prune().Err())
-	names := make(map[string]bool, len(nodes))
-	for name := range nodes {
-		names[name] = true
+	if nodes {
+		p.ids.retain(p.byName)
 	}
-	p.ids.retain(names)
-	p.state = in.policy.State
+	p.was, p.applied = in, true
 	return errors.Join(errs...)
+}
+
+// desireTables wants the tables of the output and what is transitional; settle
+// wants the tables alone. deltas: what the Delta names is all that is new. Where
+// an entry could not be written, what is wanted of its table was changed.
+func (p *peers) desireTables(out policy.Output, deltas bool) (settle func(failed bool)) {
+	whole := func() map[maps.PolicyKey]maps.PolicyEntry {
+		tables := make(map[maps.PolicyKey]maps.PolicyEntry)
+		for _, t := range out.Tables {
+			gomaps.Copy(tables, t)
+		}
+		return tables
+	}
+	if !deltas {
+		tables := whole()
+		both := tables
+		if len(out.Transitional) > 0 {
+			both = gomaps.Clone(tables)
+			gomaps.Copy(both, out.Transitional)
+		}
+		p.policy.Desire(both)
+		return func(bool) { p.policy.Desire(tables) }
+	}
+	for _, n := range out.Delta.GoneTables {
+		for k := range p.was.policy.Tables[n] {
+			p.policy.Delete(k)
+		}
+	}
+	for _, n := range out.Delta.NewTables {
+		for k, v := range out.Tables[n] {
+			p.policy.Set(k, v)
+		}
+	}
+	for k, v := range out.Delta.Added {
+		p.policy.Set(k, v)
+	}
+	for _, k := range out.Delta.Removed {
+		p.policy.Delete(k)
+	}
+	for k, v := range out.Transitional {
+		p.policy.Set(k, v)
+	}
+	return func(failed bool) {
+		if failed {
+			p.policy.Desire(whole())
+			return
+		}
+		for k := range out.Transitional {
+			p.policy.Delete(k)
+		}
+	}
 }
 
 // isDenial tells the entries of pw_policy that close from those that open.
@@ -255,7 +328,7 @@ func (p *peers) prunePolicy() error {
 }
 
 // applyEarly gives the passing identities, then the endpoints their tables.
-func (p *peers) applyEarly(in peerInput, addrs map[maps.Addr]maps.Peer, prefixes map[maps.PrefixKey]maps.Peer, endpoints map[maps.Addr]maps.Endpoint, m *moves) {
+func (p *peers) applyEarly(in peerInput, c compiledPeers, m *moves) {
 	for prefix, id := range in.policy.Early.Prefixes {
 		k, err := maps.ToPrefix(prefix)
 		if err != nil {
@@ -263,7 +336,7 @@ func (p *peers) applyEarly(in peerInput, addrs map[maps.Addr]maps.Peer, prefixes
 		}
 		v, ok := p.prefixes.Actual(k)
 		if !ok {
-			if v, ok = prefixes[k]; !ok {
+			if v, ok = c.prefixes[k]; !ok {
 				continue
 			}
 		}
@@ -277,7 +350,7 @@ func (p *peers) applyEarly(in peerInput, addrs map[maps.Addr]maps.Peer, prefixes
 		early[k] = id
 		v, ok := p.addrs.Actual(k)
 		if !ok {
-			if v, ok = addrs[k]; !ok {
+			if v, ok = c.addrs[k]; !ok {
 				continue
 			}
 		}
@@ -285,7 +358,7 @@ func (p *peers) applyEarly(in peerInput, addrs map[maps.Addr]maps.Peer, prefixes
 		p.addrs.Set(k, v)
 	}
 	m.addrs(p.addrs.Upsert())
-	for k, v := range endpoints {
+	for k, v := range c.endpoints {
 		if id, ok := early[k]; ok {
 			v.Identity = id
 		} else if old, ok := p.endpoints.Actual(k); ok {
@@ -387,7 +460,7 @@ func (p *peers) dropUnusedSlots() {
 // on.
 func (p *peers) bumpAddr(k maps.Addr) {
 	if a := maps.FromAddr(k); a.IsUnspecified() {
-		for _, n := range p.nodePorts {
+		for n := range p.nodePorts {
 			if maps.FromAddr(n).Is4() == a.Is4() {
 				p.gens.bump(p.slots[n])
 			}

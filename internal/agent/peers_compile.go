@@ -36,32 +36,89 @@ func (p *peers) compileNodes(in peerInput) (ids map[string]uint32, errs []error)
 	return ids, errs
 }
 
+// compiledPeers is what the maps of addresses shall hold.
+type compiledPeers struct {
+	addrs     map[maps.Addr]maps.Peer
+	prefixes  map[maps.PrefixKey]maps.Peer
+	endpoints map[maps.Addr]maps.Endpoint
+
+	deltas bool        // addrs and prefixes are those that may be different
+	gone   []maps.Addr // of addrs, then
+}
+
 // compilePeers joins what the tunnel knows of an address (node and flags)
 // with what policy does (identity). An address that only one of them names
-// has the rest from the longest prefix around it.
-func (p *peers) compilePeers(in peerInput, nodes map[string]uint32) (map[maps.Addr]maps.Peer, map[maps.PrefixKey]maps.Peer, map[maps.Addr]maps.Endpoint) {
-	ways := newLPM[maps.Peer]()
+// has the rest from the longest prefix around it. deltas: prefixes are as they
+// were, and so are addresses that no Delta names.
+func (p *peers) compilePeers(in peerInput, deltas bool) compiledPeers {
+	c := compiledPeers{deltas: deltas}
+	if deltas {
+		c.addrs = make(map[maps.Addr]maps.Peer, len(in.tunnel.Delta.Addrs)+len(in.policy.Delta.Addrs))
+		for _, list := range [][]netip.Addr{in.tunnel.Delta.Addrs, in.policy.Delta.Addrs} {
+			for _, a := range list {
+				k := maps.ToAddr(a)
+				v, ok := p.peer(in, a, k)
+				if !ok {
+					c.gone = append(c.gone, k)
+					continue
+				}
+				c.addrs[k] = v
+			}
+		}
+	} else {
+		c.prefixes = p.compilePrefixes(in)
+		c.addrs = make(map[maps.Addr]maps.Peer, len(in.tunnel.Addrs))
+		p.nodePorts = make(map[maps.Addr]struct{})
+		for a := range in.tunnel.Addrs {
+			k := maps.ToAddr(a)
+			c.addrs[k], _ = p.peer(in, a, k)
+		}
+		for a := range in.policy.Addrs {
+			if _, done := in.tunnel.Addrs[a]; !done {
+				k := maps.ToAddr(a)
+				c.addrs[k], _ = p.peer(in, a, k)
+			}
+		}
+	}
+	c.endpoints = make(map[maps.Addr]maps.Endpoint, len(in.endpoints))
+	for a, ep := range in.endpoints {
+		k := maps.ToAddr(a)
+		tables := in.policy.Endpoints[ep.pod]
+		peer, ok := c.addrs[k]
+		if !ok && deltas {
+			peer, _ = p.addrs.Desired(k)
+		}
+		v := maps.Endpoint{
+			Id:        ep.ID,
+			Ifindex:   uint32(ep.HostIfindex),
+			PolicyIn:  tables.In,
+			PolicyOut: tables.Out,
+			Identity:  peer.Identity,
+			Slot:      p.slot(k),
+		}
+		copy(v.Mac[:], ep.MAC)
+		c.endpoints[k] = v
+	}
+	return c
+}
+
+// compilePrefixes joins what is known of prefixes.
+func (p *peers) compilePrefixes(in peerInput) map[maps.PrefixKey]maps.Peer {
+	p.ways, p.identities = newLPM[maps.Peer](), newLPM[uint32]()
 	for prefix, t := range in.tunnel.Prefixes {
 		if k, err := maps.ToPrefix(prefix); err == nil {
-			ways.set(k, maps.Peer{Node: nodes[t.Node], Flags: t.Flags})
+			p.ways.set(k, maps.Peer{Node: p.byName[t.Node], Flags: t.Flags})
 		}
 	}
-	identities := newLPM[uint32]()
 	for prefix, id := range in.policy.Prefixes {
 		if k, err := maps.ToPrefix(prefix); err == nil {
-			identities.set(k, id)
+			p.identities.set(k, id)
 		}
 	}
-	identity := func(k maps.PrefixKey) uint32 {
-		if id, ok := identities.covering(k); ok {
-			return id
-		}
-		return maps.IdentityWorld
-	}
-	prefixes := make(map[maps.PrefixKey]maps.Peer, len(ways.m)+len(identities.m))
+	prefixes := make(map[maps.PrefixKey]maps.Peer, len(p.ways.m)+len(p.identities.m))
 	prefix := func(k maps.PrefixKey) {
-		v, _ := ways.covering(k)
-		v.Identity = identity(k)
+		v, _ := p.ways.covering(k)
+		v.Identity = p.identity(k)
 		slot, ok := p.prefixSlots.m[k]
 		if !ok {
 			slot = p.gens.alloc()
@@ -70,53 +127,43 @@ func (p *peers) compilePeers(in peerInput, nodes map[string]uint32) (map[maps.Ad
 		v.Slot = slot
 		prefixes[k] = v
 	}
-	for k := range ways.m {
+	for k := range p.ways.m {
 		prefix(k)
 	}
-	for k := range identities.m {
+	for k := range p.identities.m {
 		prefix(k)
 	}
-	addrs := make(map[maps.Addr]maps.Peer, len(in.tunnel.Addrs))
-	p.nodePorts = nil
-	addr := func(a netip.Addr) {
-		k := maps.ToAddr(a)
-		whole := maps.PrefixKey{Len: 128, Addr: k.B}
-		v, _ := ways.covering(whole)
-		if t, ok := in.tunnel.Addrs[a]; ok {
-			v = maps.Peer{Node: nodes[t.Node], Flags: t.Flags}
-		}
-		id, ok := in.policy.Addrs[a]
-		if !ok {
-			id = identity(whole)
-		}
-		v.Identity, v.Slot = id, p.slot(k)
-		addrs[k] = v
-		if v.Flags&maps.PeerNodePort != 0 {
-			p.nodePorts = append(p.nodePorts, k)
-		}
+	return prefixes
+}
+
+// identity of what is in a prefix and has none of its own.
+func (p *peers) identity(k maps.PrefixKey) uint32 {
+	if id, ok := p.identities.covering(k); ok {
+		return id
 	}
-	for a := range in.tunnel.Addrs {
-		addr(a)
+	return maps.IdentityWorld
+}
+
+// peer is the entry of an address; false: it has none. compilePrefixes comes
+// first.
+func (p *peers) peer(in peerInput, a netip.Addr, k maps.Addr) (maps.Peer, bool) {
+	whole := maps.PrefixKey{Len: 128, Addr: k.B}
+	delete(p.nodePorts, k)
+	t, isPeer := in.tunnel.Addrs[a]
+	id, isMember := in.policy.Addrs[a]
+	if !isPeer && !isMember {
+		return maps.Peer{}, false
 	}
-	for a := range in.policy.Addrs {
-		if _, done := in.tunnel.Addrs[a]; !done {
-			addr(a)
-		}
+	v := maps.Peer{Node: p.byName[t.Node], Flags: t.Flags}
+	if !isPeer {
+		v, _ = p.ways.covering(whole)
 	}
-	endpoints := make(map[maps.Addr]maps.Endpoint, len(in.endpoints))
-	for a, ep := range in.endpoints {
-		k := maps.ToAddr(a)
-		tables := in.policy.Endpoints[ep.pod]
-		v := maps.Endpoint{
-			Id:        ep.ID,
-			Ifindex:   uint32(ep.HostIfindex),
-			PolicyIn:  tables.In,
-			PolicyOut: tables.Out,
-			Identity:  addrs[k].Identity,
-			Slot:      p.slot(k),
-		}
-		copy(v.Mac[:], ep.MAC)
-		endpoints[k] = v
+	if !isMember {
+		id = p.identity(whole)
 	}
-	return addrs, prefixes, endpoints
+	v.Identity, v.Slot = id, p.slot(k)
+	if v.Flags&maps.PeerNodePort != 0 {
+		p.nodePorts[k] = struct{}{}
+	}
+	return v, true
 }

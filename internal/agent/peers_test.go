@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -28,6 +29,9 @@ type peerBench struct {
 	*clock
 	t         *testing.T
 	p         *peers
+	tunnels   *tunnel.Compiler
+	policing  *policy.Compiler
+	known     []types.NamespacedName // pods that the compilers were told of
 	nodes     []*corev1.Node
 	pods      []*corev1.Pod
 	policies  []*networkingv1.NetworkPolicy
@@ -35,6 +39,9 @@ type peerBench struct {
 	last      peerInput
 
 	clusterPolicies []*v1beta1.ClusterNetworkPolicy
+
+	copied        []*networkingv1.NetworkPolicy // what the compilers have of them
+	clusterCopied []*v1beta1.ClusterNetworkPolicy
 }
 
 func newPeerBench(t *testing.T) *peerBench {
@@ -110,6 +117,7 @@ func (b *peerBench) restart() {
 	if b.p, err = newPeers(b.stores(), b.now); err != nil {
 		b.t.Fatal(err)
 	}
+	b.tunnels, b.policing = tunnel.NewCompiler(), policy.NewCompiler(b.p.restored())
 }
 
 func (b *peerBench) apply() error {
@@ -117,7 +125,19 @@ func (b *peerBench) apply() error {
 	b.compile()
 	b.lines = nil
 	b.check = b.whole
-	return b.p.apply(b.last)
+	if err := b.p.apply(b.last); err != nil {
+		return err
+	}
+	// Given everything instead of the changes, there is nothing to write.
+	lines := b.lines
+	everything := b.last
+	everything.deltas = false
+	everything.policy.Early, everything.policy.Transitional = policy.Early{}, nil
+	if err := b.p.apply(everything); err != nil || len(b.lines) > len(lines) {
+		b.t.Errorf("not all that changed was applied: %v %v", err, b.lines[len(lines):])
+	}
+	b.lines = lines
+	return nil
 }
 
 func (b *peerBench) compile() {
@@ -145,21 +165,43 @@ func (b *peerBench) compile() {
 	for a, ep := range local.byAddr {
 		byAddr[a] = ep.pod
 	}
+	pods, gone := localPods(local), b.known
+	b.known = nil
+	for _, p := range b.pods {
+		n := types.NamespacedName{Namespace: p.Namespace, Name: p.Name}
+		b.known = append(b.known, n)
+		if local.pods[n] == nil && !finished(p) && p.Spec.NodeName != "node-a" {
+			pods = append(pods, policy.FromPod(p, false))
+		}
+	}
 	b.last = peerInput{
-		self: "node-a", nodes: nodes, endpoints: local.byAddr,
-		tunnel: tunnel.Compile(tunnel.Input{
-			Self: "node-a", Nodes: nodes, Pods: b.pods, HostAddrs: host, Local: byAddr,
+		self: "node-a", nodes: nodes, endpoints: local.byAddr, deltas: true,
+		tunnel: b.tunnels.Compile(tunnel.Changes{Pods: b.pods, Gone: gone, Rest: &tunnel.Input{
+			Self: "node-a", Nodes: nodes, HostAddrs: host, Local: byAddr,
 			ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.98.0.0/16")},
-		}),
-		policy: policy.Compile(policy.Input{
-			Pods:       policyPods(b.pods, "node-a", local),
+		}}),
+		policy: b.policing.Compile(policy.Changes{Pods: pods, Gone: gone, Rest: &policy.Input{
 			Namespaces: []policy.Namespace{{Name: "default"}},
 			Nodes:      policyNodes(b.nodes, "node-a", host),
-			Policies:   b.policies,
+			Policies:   copies(b.policies, &b.copied),
 
-			ClusterPolicies: b.clusterPolicies,
-		}, b.p.state),
+			ClusterPolicies: copies(b.clusterPolicies, &b.clusterCopied),
+		}}),
 	}
+}
+
+// copies has another object for each that was edited in place since the last.
+func copies[T interface{ DeepCopy() T }](list []T, last *[]T) []T {
+	out := make([]T, len(list))
+	for i := range list {
+		if i < len(*last) && reflect.DeepEqual(list[i], (*last)[i]) {
+			out[i] = (*last)[i]
+		} else {
+			out[i] = list[i].DeepCopy()
+		}
+	}
+	*last = out
+	return out
 }
 
 func (b *peerBench) mustApply() {

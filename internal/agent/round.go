@@ -40,7 +40,7 @@ func (a *Agent) round(ctx context.Context) time.Time {
 		a.syncDevAddrs()
 		a.readLeaving()
 	}
-	a.dirty.routes = a.dirty.routes || a.dirty.peers || a.dirty.stack || a.dirty.nodes
+	a.dirty.routes = a.dirty.routes || a.dirty.stack || a.dirty.nodes
 	endpoints := a.dirty.peers
 	if endpoints {
 		a.syncPeers(txn)
@@ -180,48 +180,32 @@ func (a *Agent) syncStack(ctx context.Context) {
 	a.problem("sysctls", "", a.stack.SyncSysctls(w.outside))
 }
 
-// syncPeers compiles tunnel and policy and writes the difference.
+// syncPeers tells tunnel and policy what changed and writes the difference.
 func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 	w := &a.world
-	pods, watch := a.tables.Pods.AllWatch(txn)
-	a.watch.pods = watch
-	namespaces, watch := a.tables.Namespaces.AllWatch(txn)
-	a.watch.namespaces = watch
-	policies, watch := a.tables.Policies.AllWatch(txn)
-	a.watch.policies = watch
-	clusterPolicies, watch := a.tables.ClusterPolicies.AllWatch(txn)
-	a.watch.clusterPolicies = watch
-	cidrs, watch := a.tables.ServiceCIDRs.AllWatch(txn)
-	a.watch.cidrs = watch
-	nodes, watch := a.tables.Nodes.AllWatch(txn)
-	a.watch.nodes = watch
-
+	hostAddrs := node.Addrs(w.devices)
+	rest := a.readRest(txn, hostAddrs)
 	w.local = a.eps.collect(func(n types.NamespacedName) *corev1.Pod {
 		p, _, _ := a.tables.Pods.Get(txn, table.ByName[*corev1.Pod](n.Namespace, n.Name))
 		return p
 	})
-	w.cidrs = a.serviceCIDRs(collect(cidrs))
-	allPods := collect(pods)
 	local := make(map[netip.Addr]types.NamespacedName, len(w.local.byAddr))
 	for addr, ep := range w.local.byAddr {
 		local[addr] = ep.pod
 	}
-	hostAddrs := node.Addrs(w.devices)
-	t := tunnel.Compile(tunnel.Input{
-		Self: a.opt.NodeName, Nodes: w.nodes, Pods: allPods, HostAddrs: hostAddrs, NodePorts: a.opt.NodePortAddrs,
-		ServiceCIDRs: w.cidrs, Local: local,
+	pods := a.changedPods(txn)
+	t := a.tunnel.Compile(tunnel.Changes{
+		Pods: pods.objects, Gone: pods.deleted,
+		Rest: &tunnel.Input{
+			Self: a.opt.NodeName, Nodes: w.nodes, HostAddrs: hostAddrs, NodePorts: a.opt.NodePortAddrs,
+			ServiceCIDRs: w.cidrs, Local: local,
+		},
 	})
-	p := policy.Compile(policy.Input{
-		Pods:       policyPods(allPods, a.opt.NodeName, w.local),
-		Namespaces: policyNamespaces(collect(namespaces)),
-		Nodes:      policyNodes(collect(nodes), a.opt.NodeName, hostAddrs),
-		Policies:   collect(policies),
-
-		ClusterPolicies: collect(clusterPolicies),
-	}, a.peers.state)
+	p := a.policy.Compile(policy.Changes{Pods: pods.owners, Gone: pods.gone, Rest: rest})
+	a.dirty.routes = a.dirty.routes || t.Delta.Routes
 	w.in = peerInput{
 		self: a.opt.NodeName, selfAddr: w.self.Addr, vni: a.opt.VNI, mode: a.opt.Mode, ways: w.ways,
-		nodes: w.nodes, tunnel: t, policy: p, endpoints: w.local.byAddr,
+		nodes: w.nodes, tunnel: t, policy: p, endpoints: w.local.byAddr, deltas: true,
 	}
 	err := a.peers.apply(w.in)
 	a.problems["tunnel"] = problems("", t.Errs...)
@@ -424,7 +408,7 @@ func (a *Agent) syncRoutes() {
 	}
 	_, err := a.stack.SyncRoutes(want, w.overlay)
 	a.problem("routes", "", err)
-	a.dirty.routes = false // what failed waits for an event or the next tick
+	a.dirty.routes = err != nil // which waits for an event or the next tick
 }
 
 // syncPrograms attaches to the devices that need it and no others.

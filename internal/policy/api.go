@@ -98,6 +98,27 @@ type Output struct {
 	Problems []Problem
 	// State is to be given to the next Compile.
 	State *State
+	// Delta is what is different from the output before.
+	Delta Delta
+	// Work says what it took.
+	Work Work
+}
+
+// Work counts what a compile looked at.
+type Work struct {
+	Addrs  int // whose identities were found anew
+	Groups int // of pods, whose tables were written out
+}
+
+// Delta names what differs between the maps of two outputs.
+type Delta struct {
+	Addrs                 []netip.Addr // whose entry in Addrs is new, another or gone
+	Prefixes              bool         // some of them are
+	NewTables, GoneTables []uint32
+	// Added and Removed are entries of tables that stay: of identities that
+	// no address had before, and of such that none has any more.
+	Added   Table
+	Removed []maps.PolicyKey
 }
 
 // Table is a set of verdict entries.

@@ -1,9 +1,7 @@
 package policy
 
 import (
-	"cmp"
 	"fmt"
-	"slices"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
@@ -12,22 +10,6 @@ import (
 
 	"github.com/podweir/podweir/internal/maps"
 )
-
-// parseClusterPolicies returns the policies in the order in which they are
-// asked, but for what their tiers say. Of equal priorities, among which the
-// API lets us choose, the first by name counts: the same on all nodes.
-func parseClusterPolicies(list []*v1beta1.ClusterNetworkPolicy, problems *[]Problem) []*policy {
-	list = slices.Clone(list)
-	slices.SortFunc(list, func(a, b *v1beta1.ClusterNetworkPolicy) int {
-		return cmp.Or(cmp.Compare(a.Spec.Priority, b.Spec.Priority), cmp.Compare(a.Name, b.Name))
-	})
-	out := make([]*policy, 0, len(list))
-	for _, cnp := range list {
-		p := parser{object: "ClusterNetworkPolicy " + cnp.Name, problems: problems}
-		out = append(out, p.clusterPolicy(cnp))
-	}
-	return out
-}
 
 // CheckCluster returns what is wrong with an object that is not in force yet,
 // as the API server would: what it accepts and we do not support is not.

@@ -58,12 +58,17 @@
 //
 // Numbers of identities, tables, classes and rules come from counters in
 // [State] and are never handed out twice (classes: not before 65535 others).
-// A table's entries never change: other entries are another table.
+// A table's entries never change: other entries are another table. A
+// [Compiler] alone adds and removes entries of a table in use, those of
+// identities that no address has yet, or any more ([Delta.Added],
+// [Delta.Removed]), and of tables alone that no endpoint goes to or comes
+// from in the same change.
 //
 // To go from the previous output to this one, in this order:
 //
-//  1. write all entries of Tables that are not there yet, and Transitional:
-//     denials, then the rest of the tables that have all of theirs;
+//  1. write all entries of Tables that are not there yet, those added to
+//     tables in use among them, and Transitional: denials, then the rest of
+//     the tables that have all of theirs;
 //  2. write pw_port_class from PortClasses (ports not listed are class 0);
 //  3. give the addresses and prefixes of Early their passing identities
 //     (pw_addrs, pw_prefixes, pw_endpoints);
@@ -72,12 +77,14 @@
 //     remove what is in neither;
 //  6. bump the generations of endpoints whose table changed and of addresses
 //     whose identity changed against the previous output;
-//  7. remove the tables that are not in Tables, and Transitional: what is no
-//     denial first.
+//  7. remove the entries that are not in Tables, whole tables or of identities
+//     that are gone, and Transitional: what is no denial first.
 //
 // Within a step any other order will do. At every moment in between, the verdict of
 // each pod in each direction about each peer and port is one that the old or
-// the new state gives; nothing is allowed that neither allows. What is missing
+// the new state gives, but that an endpoint which leaves a table that others
+// keep, or comes to one, may be denied for a moment what both allow of a peer
+// whose identity changes too; nothing is allowed that neither allows. What is missing
 // of a table that could not be written whole (full map) are allowances, the
 // default among them: going on is the safe way to fail. A table in use that
 // lacks a Transitional denial is to lose its allowances, too.
@@ -85,4 +92,15 @@
 // Outputs must be applied one after the other, each to its end, since each
 // builds on the numbers of the one before. After a restart, [Restore] makes a
 // State from what the maps hold.
+//
+// # What a change costs
+//
+// [Compile] looks at everything. A [Compiler] is told what is different: a pod
+// costs the identities of its addresses, a few microseconds among any number of
+// pods; an identity that comes or goes by it, a look at the tables whose policies
+// mention it, or anybody, and their entries of it; a pod of this node, a pass over
+// its endpoints; a namespace, the pods in it; a node, the addresses of nodes; a
+// policy, a pass over the endpoints, and the tables of those that it selects. A
+// change of the selectors, blocks and named egress ports in force looks at every
+// pod once.
 package policy

@@ -2,6 +2,8 @@ package policy
 
 import (
 	"cmp"
+	gomaps "maps"
+	"net/netip"
 	"slices"
 	"strings"
 
@@ -11,6 +13,7 @@ import (
 // inForce is what the policies that isolate local pods mention.
 type inForce struct {
 	groups []*group
+	byKey  map[string]*group
 
 	peers  []*peer           // distinct
 	number map[string]uint32 // of a peer, by key
@@ -30,7 +33,43 @@ type group struct {
 	policies  []*policy // in the order in which they are asked
 	isolated  bool      // by NetworkPolicies
 	named     map[portName]uint16
-	pods      []*Pod
+	pods      []*member
+
+	peers   map[uint32]struct{} // that its rules name
+	anyPeer bool                // so they do anybody
+	rules   []RuleRef
+	refs    []PolicyRef
+
+	number uint32 // of its table; 0: none yet
+	digest digest
+}
+
+// depends says that the group's table may be another one when identities that
+// belong to the peers, or to none, come or go.
+func (g *group) depends(peers map[uint32]struct{}) bool {
+	if g.anyPeer || g.clustered() {
+		return true
+	}
+	for n := range peers {
+		if _, ok := g.peers[n]; ok {
+			return true
+		}
+	}
+	return false
+}
+
+// read collects what the group's rules name.
+func (g *group) read(f *inForce) {
+	g.peers = make(map[uint32]struct{})
+	for _, p := range g.policies {
+		for _, r := range p.rules[g.direction] {
+			g.rules = append(g.rules, RuleRef{p.ref(), g.direction, r.index, r.name})
+			g.anyPeer = g.anyPeer || r.anyPeer
+			for _, pr := range r.peers {
+				g.peers[f.number[pr.key]] = struct{}{}
+			}
+		}
+	}
 }
 
 // clustered says that there are ClusterNetworkPolicies among the policies.
@@ -86,9 +125,7 @@ func (c *choice) of(pod *Pod) []*policy {
 	return out
 }
 
-// findInForce groups the local pods and collects what their policies mention.
-// Numbers of peers are taken from st; new ones are drawn from its counter.
-func findInForce(local []*Pod, policies []*policy, nsLabels map[string]labels.Set, prev, st *State) *inForce {
+func newChoice(policies []*policy, nsLabels map[string]labels.Set) *choice {
 	c := &choice{byNamespace: make(map[string][]*policy), shut: make(map[*policy]*policy), nsLabels: nsLabels}
 	for _, p := range policies {
 		if p.tier == TierNetworkPolicy {
@@ -97,19 +134,39 @@ func findInForce(local []*Pod, policies []*policy, nsLabels map[string]labels.Se
 			c.tiers[p.tier] = append(c.tiers[p.tier], p)
 		}
 	}
-	f := &inForce{number: make(map[string]uint32), blocks: make(map[uint32]*block)}
-	groups := make(map[string]*group)
+	return c
+}
+
+// chosen is what policies make of a local pod, by direction.
+type chosen [2]struct {
+	policies []*policy
+	key      string // of the group
+	isolated bool
+	named    map[portName]uint16
+}
+
+// findInForce groups the local pods and collects what their policies mention,
+// if some of that may be different. Numbers of peers are taken from the state
+// before; new ones are drawn from the counter.
+func (c *Compiler) findInForce(s *work) {
+	prev, st := s.prev, s.st
+	old := c.f
+	if old != nil && !s.local {
+		st.peers, st.ports = prev.peers, prev.ports
+		return
+	}
+	groupOf := make(map[netip.Addr][2]string)
+	f := &inForce{byKey: make(map[string]*group), number: make(map[string]uint32), blocks: make(map[uint32]*block)}
 	seen := make(map[*policy]*[2]bool)
-	for _, pod := range local {
-		var selected [2][]*policy
-		for _, p := range c.of(pod) {
-			for _, d := range []Direction{Ingress, Egress} {
-				if p.about[d] {
-					selected[d] = append(selected[d], p)
-				}
-			}
+	for _, mb := range c.members.sortedLocal() {
+		if mb.chosen == nil {
+			mb.chosen = c.choice.choose(&mb.pod)
 		}
-		for d, list := range selected {
+		for _, a := range mb.addrs {
+			groupOf[a] = [2]string{mb.chosen[Ingress].key, mb.chosen[Egress].key}
+		}
+		for d := range mb.chosen {
+			list := mb.chosen[d].policies
 			if len(list) == 0 {
 				continue
 			}
@@ -122,11 +179,35 @@ func findInForce(local []*Pod, policies []*policy, nsLabels map[string]labels.Se
 					f.mention(p, Direction(d))
 				}
 			}
-			f.join(groups, Direction(d), list, pod)
+			f.join(Direction(d), mb)
 		}
 	}
 	f.finish(prev, st)
-	return f
+	st.ports, st.nextClass = prev.ports.next(f.ranges, prev.nextClass)
+	s.ports = !slices.Equal(prev.ports.list, st.ports.list)
+	s.whole = s.whole || !f.sameTerms(old)
+	s.groups = old == nil || len(f.groups) != len(old.groups)
+	for key, g := range f.byKey {
+		if old != nil && old.byKey[key] != nil && slices.Equal(old.byKey[key].policies, g.policies) {
+			was := old.byKey[key]
+			g.peers, g.anyPeer, g.rules, g.refs = was.peers, was.anyPeer, was.rules, was.refs
+			g.number, g.digest = was.number, was.digest
+			continue
+		}
+		s.groups = true
+		s.regrouped = s.regrouped || old != nil && old.byKey[key] != nil
+		g.read(f)
+	}
+	for a, keys := range groupOf {
+		was, ok := c.groupOf[a]
+		s.regrouped = s.regrouped || ok && was != keys
+	}
+	c.f, c.groupOf = f, groupOf
+}
+
+// sameTerms says that identities are the same to both.
+func (f *inForce) sameTerms(old *inForce) bool {
+	return gomaps.Equal(f.number, old.number) && slices.Equal(f.egressNames, old.egressNames)
 }
 
 // mention collects the peers, ranges and names of a policy in one direction.
@@ -182,38 +263,55 @@ func comparePortNames(a, b portName) int {
 	return cmp.Or(cmp.Compare(a.name, b.name), cmp.Compare(a.proto, b.proto))
 }
 
-// join puts the pod into the group it belongs to.
-func (f *inForce) join(groups map[string]*group, d Direction, list []*policy, pod *Pod) {
-	var names []portName
-	var key strings.Builder
-	isolated := false
-	key.WriteString(d.String())
-	for _, p := range list {
-		key.WriteString(" " + p.ref().String())
-		if p.shut {
-			key.WriteString("!")
-		}
-		isolated = isolated || p.tier == TierNetworkPolicy
-		if d == Egress {
-			continue
-		}
-		for _, r := range p.rules[d] {
-			for _, ps := range r.portSets {
-				if ps.kind == portNamed {
-					names = append(names, portName{ps.name, ps.proto})
-				}
+// choose finds the policies that are about the pod, and its groups.
+func (c *choice) choose(pod *Pod) *chosen {
+	out := new(chosen)
+	for _, p := range c.of(pod) {
+		for d := range out {
+			if p.about[d] {
+				out[d].policies = append(out[d].policies, p)
 			}
 		}
 	}
-	slices.SortFunc(names, comparePortNames)
-	named := resolve(pod, slices.Compact(names))
-	key.WriteString("|")
-	writeNamed(&key, named)
-	g := groups[key.String()]
+	for d := range out {
+		o := &out[d]
+		var names []portName
+		var key strings.Builder
+		key.WriteString(Direction(d).String())
+		for _, p := range o.policies {
+			key.WriteString(" " + p.ref().String())
+			if p.shut {
+				key.WriteString("!")
+			}
+			o.isolated = o.isolated || p.tier == TierNetworkPolicy
+			if Direction(d) == Egress {
+				continue
+			}
+			for _, r := range p.rules[d] {
+				for _, ps := range r.portSets {
+					if ps.kind == portNamed {
+						names = append(names, portName{ps.name, ps.proto})
+					}
+				}
+			}
+		}
+		slices.SortFunc(names, comparePortNames)
+		o.named = resolve(pod, slices.Compact(names))
+		key.WriteString("|")
+		writeNamed(&key, o.named)
+		o.key = key.String()
+	}
+	return out
+}
+
+// join puts the pod into the group it belongs to.
+func (f *inForce) join(d Direction, mb *member) {
+	o := &mb.chosen[d]
+	g := f.byKey[o.key]
 	if g == nil {
-		g = &group{direction: d, policies: list, isolated: isolated, named: named}
-		groups[key.String()] = g
+		g = &group{direction: d, policies: o.policies, isolated: o.isolated, named: o.named}
+		f.byKey[o.key] = g
 		f.groups = append(f.groups, g)
 	}
-	g.pods = append(g.pods, pod)
+	g.pods = append(g.pods, mb)
 }

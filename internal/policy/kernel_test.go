@@ -3,6 +3,10 @@ package policy_test
 import (
 	"encoding/binary"
 	"errors"
+	"fmt"
+	gomaps "maps"
+	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/cilium/ebpf"
@@ -23,7 +27,7 @@ type kernel struct {
 }
 
 // newKernel needs root.
-func newKernel(t *testing.T) *kernel {
+func newKernel(t testing.TB) *kernel {
 	t.Helper()
 	spec, err := parts.LoadParts()
 	if err != nil {
@@ -46,7 +50,7 @@ func newKernel(t *testing.T) *kernel {
 
 // fill brings the maps from what an earlier datapath has to what d has; ports
 // are those that will be asked about.
-func (k *kernel) fill(t *testing.T, old, d *datapath, ports []port) {
+func (k *kernel) fill(t testing.TB, old, d *datapath, ports []port) {
 	t.Helper()
 	check := func(err error) {
 		t.Helper()
@@ -78,7 +82,7 @@ func (k *kernel) fill(t *testing.T, old, d *datapath, ports []port) {
 }
 
 // identity is what the kernel's maps know an address by.
-func (k *kernel) identity(t *testing.T, a maps.Addr) uint32 {
+func (k *kernel) identity(t testing.TB, a maps.Addr) uint32 {
 	t.Helper()
 	var peer maps.Peer
 	err := k.Addrs.Lookup(a, &peer)
@@ -162,4 +166,73 @@ func TestDatapathAgrees(t *testing.T) {
 	if denied == 0 || denied == asked || byDefault == 0 {
 		t.Error("the questions prove nothing")
 	}
+}
+
+// BenchmarkVerdict is what a verdict costs the datapath, peers and ports in
+// random order, so that it pays for what is not in the processor's caches: by
+// rules on the pod, by members of a set, by policies on the pod. Each round
+// measures all; ratios to the first within a round.
+func BenchmarkVerdict(b *testing.B) {
+	const asked = 200 // a page holds no more
+	cases := []struct {
+		name           string
+		rules, members int
+		policies       int
+	}{
+		{"1-rule", 1, 1, 1}, {"1000-rules", 1000, 1, 1}, {"10000-rules", 10000, 1, 1},
+		{"50000-members", 1, 50000, 1}, {"1000-policies", 1, 1, 1000},
+	}
+	k := newKernel(b)
+	le := binary.LittleEndian
+	packets := make([][]byte, len(cases))
+	for n, c := range cases {
+		// Rules of a policy are about ports of ten apps, a hundred at most.
+		in := many(max(c.members, 1000)+1, 1)
+		specs(b, in, c.policies, func(i int) string {
+			s := `{podSelector: {matchLabels: {app: app0}}, ingress: [`
+			if c.members > 1 {
+				return s + `{from: [{podSelector: {matchLabels: {all: "yes"}}}], ports: [{port: 1000}]}]}`
+			}
+			for r := range c.rules {
+				s += fmt.Sprintf(`{from: [{podSelector: {matchLabels: {app: app%d}}}], ports: [{port: %d}]},`, 1+(i+r)%90, 1000+r/90)
+			}
+			return s + `]}`
+		})
+		out := policy.Compile(*in, nil)
+		table := out.Endpoints[key(&in.Pods[0])].In
+		number := uint32(n+1) << 16 // of the case's own
+		for key, e := range out.Tables[table] {
+			key.Table, key.Identity = number, key.Identity+number
+			if err := k.Policy.Put(key, e); err != nil {
+				b.Fatal(err)
+			}
+		}
+		r := rand.New(rand.NewPCG(1, uint64(n)))
+		pkt := make([]byte, 16+16*asked)
+		entries := slices.Collect(gomaps.Keys(out.Tables[table]))
+		for i := range asked {
+			e := entries[r.IntN(len(entries))]
+			p := pkt[16+16*i:]
+			le.PutUint32(p, number)
+			le.PutUint32(p[4:], e.Identity+number)
+			le.PutUint16(p[12:], e.Port+uint16(i%2)) // half of them denied
+			p[14] = 6
+		}
+		packets[n] = pkt
+	}
+	took := make([][]float64, len(cases))
+	for b.Loop() {
+		for n, pkt := range packets {
+			_, t, err := k.Verdicts.Benchmark(pkt, 20, nil)
+			if err != nil {
+				b.Fatal(err)
+			}
+			took[n] = append(took[n], float64(t.Nanoseconds())/asked)
+		}
+	}
+	for n, c := range cases {
+		slices.Sort(took[n])
+		b.ReportMetric(took[n][len(took[n])/2], "ns/"+c.name)
+	}
+	b.ReportMetric(0, "ns/op")
 }

@@ -9,6 +9,7 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/apimachinery/pkg/util/validation"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 )
 
 // policy is a NetworkPolicy or ClusterNetworkPolicy, checked.
@@ -78,18 +79,54 @@ func (p parser) problem(field, format string, args ...any) {
 	*p.problems = append(*p.problems, Problem{Object: p.object, Field: field, Err: fmt.Sprintf(format, args...)})
 }
 
-// parsePolicies returns the policies sorted by namespace and name.
-func parsePolicies(list []*networkingv1.NetworkPolicy, problems *[]Problem) []*policy {
-	list = slices.Clone(list)
-	slices.SortFunc(list, func(a, b *networkingv1.NetworkPolicy) int {
-		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
-	})
-	out := make([]*policy, 0, len(list))
-	for _, np := range list {
-		p := parser{object: "NetworkPolicy " + np.Namespace + "/" + np.Name, problems: problems}
-		out = append(out, p.policy(np))
+// parsed are the policies, checked, each object once.
+type parsed struct {
+	objects  map[any]checked
+	network  []*networkingv1.NetworkPolicy
+	cluster  []*v1beta1.ClusterNetworkPolicy
+	policies []*policy
+	problems []Problem
+}
+
+type checked struct {
+	policy   *policy
+	problems []Problem
+}
+
+// set takes the policies of in; false: they are those that it had.
+//
+// NetworkPolicies go by namespace and name, ClusterNetworkPolicies in the order
+// in which they are asked, but for what their tiers say. Of equal priorities,
+// among which the API lets us choose, the first by name counts: the same on
+// all nodes.
+func (ps *parsed) set(in *Input) bool {
+	if ps.objects != nil && slices.Equal(ps.network, in.Policies) && slices.Equal(ps.cluster, in.ClusterPolicies) {
+		return false
 	}
-	return out
+	ps.network, ps.cluster = slices.Clone(in.Policies), slices.Clone(in.ClusterPolicies)
+	old := ps.objects
+	ps.objects = make(map[any]checked, len(ps.network)+len(ps.cluster))
+	ps.policies, ps.problems = nil, nil
+	take := func(object any, name string, check func(parser) *policy) {
+		c, ok := old[object]
+		if !ok {
+			c.policy = check(parser{object: name, problems: &c.problems})
+		}
+		ps.objects[object] = c
+		ps.policies = append(ps.policies, c.policy)
+		ps.problems = append(ps.problems, c.problems...)
+	}
+	for _, np := range slices.SortedFunc(slices.Values(ps.network), func(a, b *networkingv1.NetworkPolicy) int {
+		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
+	}) {
+		take(np, "NetworkPolicy "+np.Namespace+"/"+np.Name, func(p parser) *policy { return p.policy(np) })
+	}
+	for _, cnp := range slices.SortedFunc(slices.Values(ps.cluster), func(a, b *v1beta1.ClusterNetworkPolicy) int {
+		return cmp.Or(cmp.Compare(a.Spec.Priority, b.Spec.Priority), cmp.Compare(a.Name, b.Name))
+	}) {
+		take(cnp, "ClusterNetworkPolicy "+cnp.Name, func(p parser) *policy { return p.clusterPolicy(cnp) })
+	}
+	return true
 }
 
 func (p parser) policy(np *networkingv1.NetworkPolicy) *policy {

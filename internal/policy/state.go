@@ -9,8 +9,8 @@ import (
 )
 
 // State is what one compile leaves for the next: the numbers in use, the
-// counters, and what the maps hold once its output is applied. A State is
-// never changed after it was returned.
+// counters, and what the maps hold once its output is applied. A State that
+// [Compile] returned is never changed; those of a [Compiler] share their maps.
 type State struct {
 	addrs     map[netip.Addr]uint32
 	prefixes  map[netip.Prefix]uint32
@@ -53,10 +53,6 @@ func newState() *State {
 // successor returns an empty State that goes on counting where st stopped.
 func (st *State) successor() *State {
 	return &State{
-		tables:       make(map[uint32]Table),
-		endpoints:    make(map[netip.Addr][2]uint32),
-		rules:        make(map[RuleRef]uint32),
-		digests:      make(map[digest][]uint32),
 		seed:         st.seed,
 		nextPeer:     st.nextPeer,
 		nextIdentity: st.nextIdentity,

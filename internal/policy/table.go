@@ -63,7 +63,7 @@ func (d decision) covers(e decision) bool { return d.allow && e.allow || d == e 
 // expand returns the entries of a group, with table number 0 in the keys.
 func (x *expander) expand(g *group) Table {
 	steps := x.steps(g)
-	lists := make(map[*identity][]int32, len(x.ids.list)) // the steps about each
+	lists := make(map[*identity][]int32) // the steps about each
 	for i, s := range steps {
 		if s.anyPeer {
 			for _, id := range x.ids.list {
@@ -79,9 +79,9 @@ func (x *expander) expand(g *group) Table {
 			}
 		}
 	}
-	rows := make([]*row, len(x.ids.list))
 	same := make(map[string]*row)
-	for i, id := range x.ids.list {
+	rows := make(map[*identity]*row, len(lists))
+	add := func(id *identity) {
 		named := g.named
 		if g.direction == Egress {
 			named = id.named
@@ -92,21 +92,28 @@ func (x *expander) expand(g *group) Table {
 			r = x.row(g, steps, lists[id], named)
 			same[key] = r
 		}
-		rows[i] = r
+		rows[id] = r
 	}
 	out := make(Table)
 	var byDefault decision
 	if g.clustered() {
+		for _, id := range x.ids.list {
+			add(id)
+		}
 		byDefault = commonest(rows)
 		if byDefault != (decision{}) {
 			out[pwmaps.PolicyKey{Kind: pwmaps.PolicyDefault}] = byDefault.entry()
 		}
-	}
-	for i, id := range x.ids.list {
-		if rows[i].any != byDefault {
-			out[anySlot.key(id.number)] = rows[i].any.entry()
+	} else {
+		for id := range lists { // whom no step is about finds no entry
+			add(id)
 		}
-		for _, e := range rows[i].ports {
+	}
+	for id, r := range rows {
+		if r.any != byDefault {
+			out[anySlot.key(id.number)] = r.any.entry()
+		}
+		for _, e := range r.ports {
 			out[e.slot.key(id.number)] = e.decision.entry()
 		}
 	}
@@ -242,7 +249,7 @@ func (x *expander) slots(ps ports, named map[portName]uint16, visit func(slot)) 
 
 // commonest returns the decision that most rows make of what they make
 // nothing else of; of equally common ones a denial, and the earlier rule.
-func commonest(rows []*row) decision {
+func commonest(rows map[*identity]*row) decision {
 	count := make(map[decision]int)
 	for _, r := range rows {
 		count[r.any]++
@@ -276,18 +283,19 @@ func digestOf(seed maphash.Seed, t Table) digest {
 }
 
 // number returns t under its number: that of an equal table of this or the
-// previous compile, or a new one.
-func (st *State) number(prev *State, t Table) uint32 {
+// previous compile, or a new one. A table that is being extended is no other
+// group's.
+func (st *State) number(s *work, t Table) (uint32, digest) {
 	d := digestOf(st.seed, t)
-	for _, from := range []*State{st, prev} {
+	for _, from := range []*State{st, s.prev} {
 		for _, n := range from.digests[d] {
-			if !equalTables(t, from.tables[n], n) {
+			if _, ok := s.extended[n]; ok || !equalTables(t, from.tables[n], n) {
 				continue
 			}
-			if from == prev {
-				st.keep(n, d, prev.tables[n])
+			if from == s.prev {
+				st.keep(n, d, from.tables[n])
 			}
-			return n
+			return n, d
 		}
 	}
 	n := st.nextTable
@@ -301,7 +309,7 @@ func (st *State) number(prev *State, t Table) uint32 {
 		numbered[k] = e
 	}
 	st.keep(n, d, numbered)
-	return n
+	return n, d
 }
 
 func (st *State) keep(n uint32, d digest, t Table) {

@@ -12,7 +12,7 @@ import (
 // move is a change of identity that some address makes.
 type move struct{ from, to uint32 }
 
-// changeOver returns what makes the change from prev to st safe.
+// changeOver returns what makes the change to the new state safe.
 //
 // While endpoints change their tables one after the other, old and new tables
 // are in force side by side. An address that changes its identity as well must
@@ -24,55 +24,82 @@ type move struct{ from, to uint32 }
 // to others: it allows what both answers allow, and denies the rest.
 //
 // Likewise the classes: see transitionalClasses.
-func changeOver(prev, st *State) (Early, Table) {
+func (c *Compiler) changeOver(s *work) (Early, Table) {
 	early := Early{Addrs: make(map[netip.Addr]uint32), Prefixes: make(map[netip.Prefix]uint32)}
 	extra := make(Table)
-	if !endpointsChange(prev, st) {
+	changing := changingTables(s.prev, s.st)
+	if len(changing) == 0 {
 		return early, extra
 	}
-	c := &change{prev: prev, st: st, extra: extra, views: make(map[uint32]view)}
-	c.transitionalClasses()
-	via := c.moves()
-	for a, i := range prev.addrs {
-		if n := via(i, c.addrAfter(a)); n != i {
-			early.Addrs[a] = n
+	ch := &change{prev: s.prev, st: s.st, extra: extra, views: make(map[uint32]view), indexes: c.indexes, extended: s.extended, mixed: changing, lpmNew: c.lpm, lpmOld: c.lpm}
+	if s.whole {
+		ch.lpmOld = newLPM(s.prev.prefixes)
+	}
+	ch.known, ch.stays = c.numbers(s)
+	ch.transitionalClasses()
+	via := ch.moves(s)
+	for _, m := range s.moved {
+		mv := ch.move(m)
+		n := via(mv.from, mv.to)
+		if m.had && n != mv.from || !m.had && mv.from != mv.to {
+			early.Addrs[m.addr] = n
 		}
 	}
-	for a, i := range st.addrs {
-		if _, was := prev.addrs[a]; was {
-			continue
-		}
-		if from := c.addrBefore(a); from != i {
-			early.Addrs[a] = via(from, i)
-		}
-	}
-	for p := range c.regions {
-		n := via(c.regions[p].from, c.regions[p].to)
-		if old, ok := prev.prefixes[p]; !ok || old != n {
+	for p, mv := range ch.regions {
+		n := via(mv.from, mv.to)
+		if old, ok := s.prev.prefixes[p]; !ok || old != n {
 			early.Prefixes[p] = n
 		}
 	}
 	return early, extra
 }
 
-// endpointsChange says that some endpoint changes a table.
-func endpointsChange(prev, st *State) bool {
-	for a, t := range st.endpoints {
-		if old, ok := prev.endpoints[a]; ok && old != t {
-			return true
+// changingTables are those that some endpoint goes to or comes from.
+func changingTables(prev, st *State) map[uint32]bool {
+	out := make(map[uint32]bool)
+	for a, t := range st.endpoints { // the pods of one node: few
+		old, ok := prev.endpoints[a]
+		for d := range t {
+			if ok && old[d] != t[d] {
+				out[old[d]], out[t[d]] = true, true
+			}
 		}
 	}
-	return false
+	return out
 }
 
 // change is the work of one changeOver.
 type change struct {
 	prev, st *State
 	extra    Table
-	views    map[uint32]view
+	views    map[uint32]view // of old tables that go
+	indexes  map[uint32]tableIndex
+	extended map[uint32]extended
+	mixed    map[uint32]bool // tables to which or from which an endpoint goes
 	lpmOld   *lpm[uint32]
 	lpmNew   *lpm[uint32]
 	regions  map[netip.Prefix]move
+
+	known, stays func(identity uint32) bool // addresses have it before, after
+}
+
+// move returns the identities between which an address goes: without one of
+// its own it has that of the prefix around it.
+func (c *change) move(m moved) move {
+	mv := move{m.from, m.to}
+	around := func(l *lpm[uint32]) uint32 {
+		if n, ok := l.addr(m.addr); ok {
+			return n
+		}
+		return maps.IdentityWorld
+	}
+	if !m.had {
+		mv.from = around(c.lpmOld)
+	}
+	if !m.has {
+		mv.to = around(c.lpmNew)
+	}
+	return mv
 }
 
 // view is a table by identity, transitional classes included.
@@ -131,41 +158,24 @@ func strictest(a, b maps.PolicyEntry) maps.PolicyEntry {
 	return a
 }
 
-// addrAfter returns the identity an address ends up with.
-func (c *change) addrAfter(a netip.Addr) uint32 {
-	if n, ok := c.st.addrs[a]; ok {
-		return n
-	}
-	if n, ok := c.lpmNew.addr(a); ok {
-		return n
-	}
-	return maps.IdentityWorld
-}
-
-// addrBefore returns the identity of an address that had none of its own.
-func (c *change) addrBefore(a netip.Addr) uint32 {
-	if n, ok := c.lpmOld.addr(a); ok {
-		return n
-	}
-	return maps.IdentityWorld
-}
-
 // moves finds all changes of identity, writes the transitional entries, and
 // returns the number by which an address goes from one identity to another.
-func (c *change) moves() func(from, to uint32) uint32 {
-	c.lpmNew = newLPM(c.st.prefixes)
-	c.lpmOld = newLPM(c.prev.prefixes)
+// Who stays where he is need not be looked at: nobody stays in an identity that
+// is new, or that goes.
+func (c *change) moves(s *work) func(from, to uint32) uint32 {
 	c.regions = make(map[netip.Prefix]move)
-	for _, m := range []map[netip.Prefix]uint32{c.prev.prefixes, c.st.prefixes} {
-		for p := range m {
-			mv := move{maps.IdentityWorld, maps.IdentityWorld}
-			if n, ok := c.lpmOld.lookup(p); ok {
-				mv.from = n
+	if s.whole {
+		for _, m := range []map[netip.Prefix]uint32{c.prev.prefixes, c.st.prefixes} {
+			for p := range m {
+				mv := move{maps.IdentityWorld, maps.IdentityWorld}
+				if n, ok := c.lpmOld.lookup(p); ok {
+					mv.from = n
+				}
+				if n, ok := c.lpmNew.lookup(p); ok {
+					mv.to = n
+				}
+				c.regions[p] = mv
 			}
-			if n, ok := c.lpmNew.lookup(p); ok {
-				mv.to = n
-			}
-			c.regions[p] = mv
 		}
 	}
 	passing := make(map[move]uint32)
@@ -184,26 +194,20 @@ func (c *change) moves() func(from, to uint32) uint32 {
 			passing[m] = 0
 		}
 	}
-	for a, i := range c.prev.addrs {
-		note(move{i, c.addrAfter(a)})
-	}
-	for a, i := range c.st.addrs {
-		if _, was := c.prev.addrs[a]; !was {
-			note(move{c.addrBefore(a), i})
-		}
+	for _, m := range s.moved {
+		note(c.move(m))
 	}
 	for _, m := range c.regions {
 		note(m)
 	}
-	known, stays := numbers(c.prev), numbers(c.st)
 	order := slices.SortedFunc(gomaps.Keys(passing), func(a, b move) int {
 		return cmp.Or(cmp.Compare(a.from, b.from), cmp.Compare(a.to, b.to))
 	})
 	for _, m := range order {
 		switch {
-		case !known[m.to] && len(sources[m.to]) == 1:
+		case !c.known(m.to) && len(sources[m.to]) == 1:
 			passing[m] = m.to
-		case !stays[m.from] && len(targets[m.from]) == 1:
+		case !c.stays(m.from) && len(targets[m.from]) == 1:
 			passing[m] = m.from
 		default:
 			passing[m] = c.st.nextIdentity
@@ -219,21 +223,34 @@ func (c *change) moves() func(from, to uint32) uint32 {
 	}
 }
 
-// numbers returns the identities that addresses have in a state.
-func numbers(st *State) map[uint32]bool {
-	out := map[uint32]bool{
-		maps.IdentityWorld:      true,
-		maps.IdentityHost:       true,
-		maps.IdentityRemoteNode: true,
-		maps.IdentityPod:        true,
+// numbers tells the identities that addresses have before and after a step.
+func (c *Compiler) numbers(s *work) (known, stays func(uint32) bool) {
+	stays = func(n uint32) bool { return c.ids.byNumber[n] != nil }
+	before := make(map[uint32]bool)
+	if !s.whole {
+		for _, id := range s.came {
+			before[id.number] = false
+		}
+		for _, id := range s.went {
+			before[id.number] = true
+		}
+		return func(n uint32) bool {
+			if was, ok := before[n]; ok {
+				return was
+			}
+			return stays(n)
+		}, stays
 	}
-	for _, n := range st.addrs {
-		out[n] = true
+	for _, n := range []uint32{maps.IdentityWorld, maps.IdentityHost, maps.IdentityRemoteNode, maps.IdentityPod} {
+		before[n] = true
 	}
-	for _, n := range st.prefixes {
-		out[n] = true
+	for _, n := range s.prev.addrs {
+		before[n] = true
 	}
-	return out
+	for _, n := range s.prev.prefixes {
+		before[n] = true
+	}
+	return func(n uint32) bool { return before[n] }, stays
 }
 
 // write adds what the tables say of n while addresses move by it.
@@ -245,8 +262,14 @@ func (c *change) write(m move, n uint32) {
 	}
 	for t, entries := range c.st.tables {
 		_, stays := c.prev.tables[t]
+		x, differs := c.extended[t]
 		switch {
+		case stays && c.mixed[t]:
+			c.bothRows(t, entries, m, n)
 		case n == m.to:
+		case differs && n == m.from: // its entries are there to the end
+		case differs: // so that no endpoint comes or goes
+			c.bothRows(t, x.both, m, n)
 		case !stays || n == m.from:
 			c.copyRow(t, entries, m.to, n)
 		default:
@@ -280,13 +303,44 @@ func (c *change) copyRow(t uint32, entries Table, from, n uint32) {
 
 // row returns what table t says of an identity, transitional classes included.
 func (c *change) row(t uint32, entries Table, identity uint32) rowView {
-	v := c.views[t]
-	if v == nil {
-		v = make(view)
-		for k, e := range entries {
-			v.add(k, e)
-		}
-		c.views[t] = v
+	if v, ok := c.views[t]; ok {
+		return v[identity]
 	}
-	return v[identity]
+	x, ok := c.indexes[t]
+	if !ok {
+		x = newTableIndex(entries)
+		c.indexes[t] = x
+	}
+	row := make(rowView)
+	for _, k := range x.of(identity) {
+		row[slotOf(k)] = entries[k]
+	}
+	return row
+}
+
+// tableIndex is the keys of a table by identity.
+type tableIndex []maps.PolicyKey
+
+func newTableIndex(entries Table) tableIndex {
+	x := make(tableIndex, 0, len(entries))
+	for k := range entries {
+		if k.Kind != maps.PolicyDefault { // of no identity
+			x = append(x, k)
+		}
+	}
+	slices.SortFunc(x, func(a, b maps.PolicyKey) int { return cmp.Compare(a.Identity, b.Identity) })
+	return x
+}
+
+func (x tableIndex) of(identity uint32) tableIndex {
+	search := func(n uint32) int {
+		i, _ := slices.BinarySearchFunc(x, n, func(k maps.PolicyKey, n uint32) int { return cmp.Compare(k.Identity, n) })
+		return i
+	}
+	lo := search(identity)
+	hi := lo
+	for hi < len(x) && x[hi].Identity == identity {
+		hi++
+	}
+	return x[lo:hi]
 }

@@ -158,3 +158,24 @@ func TestNumbersAreNotReused(t *testing.T) {
 		t.Errorf("class %d is used again", first.PortClasses[0].Class)
 	}
 }
+
+func TestChangeLeavesATableWithADefault(t *testing.T) {
+	// s1 goes from a table that s2 keeps to another one, and p1 from one
+	// identity that its table denies to a new one that its next table denies:
+	// what the first table says of anybody is not for p1.
+	deny := func(who, whom string) string {
+		return `{tier: Admin, priority: 1, subject: {pods: {namespaceSelector: {}, podSelector: {matchLabels: {set: ` + whom +
+			`}}}}, ingress: [{action: Deny, from: [{pods: {namespaceSelector: {}, podSelector: {matchLabels: {app: ` + who + `}}}}]}]}`
+	}
+	state := func(s1, p1 string, policies ...string) *policy.Input {
+		in := people(t, map[string]string{"p1": p1, "p2": "none", "p3": "back"})
+		in.Pods[0].Labels = map[string]string{"set": s1}
+		in.Pods[1].Labels = map[string]string{"set": "a"}
+		in.ClusterPolicies = clusterPolicies(t, policies...)
+		return in
+	}
+	before := state("a", "back", deny("back", "a"))
+	after := state("b", "front", deny("back", "a"), deny("front", "b"))
+	change(t, before, after)
+	change(t, after, before)
+}

@@ -41,8 +41,8 @@ func ParseNodePortAddrs(list []string) (NodePortAddrs, error) {
 
 // nodePortFlag is maps.PeerNodePort if NodePorts answer on an address of a
 // node; the node may be unknown.
-func (c *compiler) nodePortFlag(a netip.Addr, node *NodeInfo) uint32 {
-	n := c.in.NodePorts
+func (b *base) nodePortFlag(a netip.Addr, node *NodeInfo) uint32 {
+	n := b.in.NodePorts
 	yes := !a.IsLinkLocalUnicast() && !a.IsMulticast()
 	switch {
 	case n.Primary:

@@ -69,158 +69,112 @@ type Output struct {
 	Prefixes map[netip.Prefix]Peer
 	// Routes sorted by destination.
 	Routes []Route
+	// HostAddrs are the addresses that this node has, sorted.
+	HostAddrs []netip.Addr
 	// Errs name objects that contradict each other or lack something.
 	Errs []error
+	// Delta is what is different from the output before.
+	Delta Delta
+}
+
+// Delta names what differs between two outputs.
+type Delta struct {
+	Addrs    []netip.Addr // whose entry in Addrs is new, another or gone
+	Prefixes bool         // some of them are
+	Routes   bool
 }
 
 // Compile compiles in.
 func Compile(in Input) Output {
-	c := compiler{in: in, nodes: map[string]*NodeInfo{}, out: Output{
-		Addrs:    make(map[netip.Addr]Peer, len(in.Pods)+len(in.Nodes)+len(in.HostAddrs)),
-		Prefixes: make(map[netip.Prefix]Peer, len(in.Nodes)+len(in.ServiceCIDRs)+1),
-	}}
-	for i := range in.Nodes {
-		c.nodes[in.Nodes[i].Name] = &in.Nodes[i]
-	}
-	if c.nodes[in.Self] == nil {
-		c.fail("Node %s: is this node and not among the Node objects: it has no pod CIDRs and other nodes do not accept its packets; create it or set the agent's node name", in.Self)
-	}
-	c.hostAddrs()
-	c.localPods()
-	c.nodeAddrs()
-	c.remotePods()
-	c.podRanges()
-	c.serviceRanges()
-	c.out.Prefixes[World()] = Peer{}
-	slices.SortFunc(c.out.Routes, func(a, b Route) int {
-		return cmp.Or(a.Dst.Addr().Compare(b.Dst.Addr()), cmp.Compare(a.Dst.Bits(), b.Dst.Bits()))
-	})
-	return c.out
+	return NewCompiler().Compile(Changes{Pods: in.Pods, Rest: &in})
 }
 
-type compiler struct {
+// base is what comes of everything but the pods of other nodes.
+type base struct {
 	in    Input
+	uids  func(types.NamespacedName) types.UID // of pods of this node
 	nodes map[string]*NodeInfo
 	cidrs prefixIndex
-	out   Output
+
+	addrs     map[netip.Addr]Peer
+	hosts     []netip.Addr
+	prefixes  map[netip.Prefix]Peer
+	routes    []Route
+	errs      []error // of addresses
+	rangeErrs []error
 }
 
-func (c *compiler) fail(format string, args ...any) {
-	c.out.Errs = append(c.out.Errs, fmt.Errorf(format, args...))
+func newBase(in Input, uids func(types.NamespacedName) types.UID) *base {
+	b := &base{
+		in: in, uids: uids, nodes: make(map[string]*NodeInfo, len(in.Nodes)),
+		addrs:    make(map[netip.Addr]Peer, len(in.Nodes)+len(in.HostAddrs)+len(in.Local)),
+		prefixes: make(map[netip.Prefix]Peer, len(in.Nodes)+len(in.ServiceCIDRs)+1),
+	}
+	for i := range in.Nodes {
+		b.nodes[in.Nodes[i].Name] = &in.Nodes[i]
+	}
+	if b.nodes[in.Self] == nil {
+		b.fail("Node %s: is this node and not among the Node objects: it has no pod CIDRs and other nodes do not accept its packets; create it or set the agent's node name", in.Self)
+	}
+	b.hostAddrs()
+	b.localPods()
+	b.nodeAddrs()
+	b.podRanges()
+	b.serviceRanges()
+	b.prefixes[World()] = Peer{}
+	slices.SortFunc(b.routes, func(a, b Route) int {
+		return cmp.Or(a.Dst.Addr().Compare(b.Dst.Addr()), cmp.Compare(a.Dst.Bits(), b.Dst.Bits()))
+	})
+	slices.SortFunc(b.hosts, netip.Addr.Compare)
+	b.hosts = slices.Compact(b.hosts)
+	return b
 }
 
-func (c *compiler) hostAddrs() {
-	self := c.nodes[c.in.Self]
-	for _, a := range c.in.HostAddrs {
+func (b *base) fail(format string, args ...any) {
+	b.errs = append(b.errs, fmt.Errorf(format, args...))
+}
+
+func (b *base) hostAddrs() {
+	self := b.nodes[b.in.Self]
+	for _, a := range b.in.HostAddrs {
 		a = a.Unmap().WithZone("")
 		if !a.IsValid() || a.IsLoopback() || a.IsUnspecified() || a.Is6() && a.IsLinkLocalUnicast() {
 			continue
 		}
-		p := Peer{Flags: maps.PeerHost | c.nodePortFlag(a, self)}
+		p := Peer{Flags: maps.PeerHost | b.nodePortFlag(a, self)}
 		if self != nil && slices.Contains(self.InternalIPs, a) {
 			p.Flags |= maps.PeerInternal
 		}
-		c.out.Addrs[a] = p
+		b.addrs[a] = p
+		b.hosts = append(b.hosts, a)
 	}
 }
 
-func (c *compiler) localPods() {
-	uids := map[types.NamespacedName]types.UID{}
-	for _, p := range c.in.Pods {
-		if p.Spec.NodeName == c.in.Self {
-			uids[name(p)] = p.UID
-		}
-	}
-	for _, a := range sortedAddrs(c.in.Local) {
-		pod := c.in.Local[a]
-		if _, taken := c.out.Addrs[a]; taken {
-			c.fail("Pod %s: its address %s is also on a device of this node, which keeps it; delete the pod", pod, a)
+func (b *base) localPods() {
+	for _, a := range sortedAddrs(b.in.Local) {
+		pod := b.in.Local[a]
+		if _, taken := b.addrs[a]; taken {
+			b.fail("Pod %s: its address %s is also on a device of this node, which keeps it; delete the pod", pod, a)
 			continue
 		}
-		c.out.Addrs[a] = Peer{Flags: maps.PeerPod | maps.PeerLocal, Pod: pod, UID: uids[pod]}
+		b.addrs[a] = Peer{Flags: maps.PeerPod | maps.PeerLocal, Pod: pod, UID: b.uids(pod)}
 	}
 }
 
-func (c *compiler) nodeAddrs() {
-	for i := range c.in.Nodes {
-		n := &c.in.Nodes[i]
-		if n.Name == c.in.Self {
+func (b *base) nodeAddrs() {
+	for i := range b.in.Nodes {
+		n := &b.in.Nodes[i]
+		if n.Name == b.in.Self {
 			continue
 		}
 		for _, a := range n.InternalIPs {
-			if old, taken := c.out.Addrs[a]; taken {
-				c.fail("Node %s: its InternalIP %s is %s, which keeps it", n.Name, a, c.describe(old))
+			if old, taken := b.addrs[a]; taken {
+				b.fail("Node %s: its InternalIP %s is %s, which keeps it", n.Name, a, describe(old))
 				continue
 			}
-			c.out.Addrs[a] = Peer{Node: n.Name, Flags: maps.PeerNode | c.nodePortFlag(a, n)}
+			b.addrs[a] = Peer{Node: n.Name, Flags: maps.PeerNode | b.nodePortFlag(a, n)}
 		}
 	}
-}
-
-func (c *compiler) remotePods() {
-	first := len(c.out.Errs)
-	type claim struct {
-		pod  *corev1.Pod
-		addr netip.Addr
-	}
-	winners := make(map[netip.Addr]*corev1.Pod, len(c.in.Pods))
-	var losers []claim
-	lost := map[string][]*corev1.Pod{}
-	for _, p := range c.in.Pods {
-		if p.Spec.NodeName == c.in.Self || !ownsAddrs(p) {
-			continue
-		}
-		addrs := c.podAddrs(p)
-		if len(addrs) > 0 && c.nodes[p.Spec.NodeName] == nil {
-			lost[p.Spec.NodeName] = append(lost[p.Spec.NodeName], p)
-		}
-		for _, a := range addrs {
-			old := winners[a]
-			switch {
-			case old == p: // the same address twice in one status
-			case hasAddr(c.out.Addrs, a):
-				losers = append(losers, claim{p, a})
-			case old == nil:
-				winners[a] = p
-			case newer(p, old):
-				winners[a] = p
-				losers = append(losers, claim{old, a})
-			default:
-				losers = append(losers, claim{p, a})
-			}
-		}
-	}
-	for a, p := range winners {
-		peer := Peer{Flags: maps.PeerPod, Pod: name(p), UID: p.UID}
-		// A node without an address is reported with the node.
-		if n := c.nodes[p.Spec.NodeName]; n != nil && n.Addr.IsValid() {
-			peer.Node = n.Name
-		}
-		c.out.Addrs[a] = peer
-	}
-	for _, l := range losers {
-		c.fail("Pod %s: its address %s is %s, which keeps it; delete the pod that is gone", name(l.pod), l.addr, c.describe(c.out.Addrs[l.addr]))
-	}
-	for node, pods := range lost {
-		c.nodeMissing(node, pods)
-	}
-	slices.SortFunc(c.out.Errs[first:], func(a, b error) int { return cmp.Compare(a.Error(), b.Error()) })
-}
-
-// nodeMissing reports pods on a node that has no object, all in one.
-func (c *compiler) nodeMissing(node string, pods []*corev1.Pod) {
-	first := slices.MinFunc(pods, func(a, b *corev1.Pod) int {
-		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
-	})
-	what := fmt.Sprintf("Pod %s", name(first))
-	if more := len(pods) - 1; more > 0 {
-		what = fmt.Sprintf("%s and %d more", what, more)
-	}
-	if node == "" {
-		c.fail("%s: spec.nodeName is empty: cannot be reached until it is set", what)
-		return
-	}
-	c.fail("%s: on Node %s, which is not among the Node objects: cannot be reached until it is", what, node)
 }
 
 // newer: of two pods that claim an address, a has it.
@@ -232,69 +186,47 @@ func newer(a, b *corev1.Pod) bool {
 		cmp.Compare(b.Name, a.Name)) > 0
 }
 
-func hasAddr(m map[netip.Addr]Peer, a netip.Addr) bool {
-	_, ok := m[a]
-	return ok
-}
-
-// podAddrs returns the addresses that the status of p gives it.
-func (c *compiler) podAddrs(p *corev1.Pod) []netip.Addr {
-	ips, field := p.Status.PodIPs, "status.podIPs"
-	if len(ips) == 0 && p.Status.PodIP != "" {
-		ips, field = []corev1.PodIP{{IP: p.Status.PodIP}}, "status.podIP"
-	}
-	out := make([]netip.Addr, 0, len(ips))
-	for _, ip := range ips {
-		a, err := parseAddr(ip.IP)
-		if err != nil {
-			c.fail("Pod %s: %s: %w", name(p), field, err)
-			continue
-		}
-		out = append(out, a)
-	}
-	return out
-}
-
-func (c *compiler) podRanges() {
-	for i := range c.in.Nodes {
-		n := &c.in.Nodes[i]
+func (b *base) podRanges() {
+	for i := range b.in.Nodes {
+		n := &b.in.Nodes[i]
 		for _, p := range n.PodCIDRs {
-			c.cidrs.add(p, n.Name)
+			b.cidrs.add(p, n.Name)
 			peer, route := Peer{Flags: maps.PeerPod}, Route{Dst: p, Kind: RouteOverlay, Node: n.Name}
 			switch {
-			case n.Name == c.in.Self:
+			case n.Name == b.in.Self:
 				peer.Flags |= maps.PeerLocal
 				route.Kind, route.Node = RouteBlackhole, ""
 			case n.Addr.IsValid():
 				peer.Node = n.Name
 			}
-			c.out.Prefixes[p] = peer
-			c.out.Routes = append(c.out.Routes, route)
+			b.prefixes[p] = peer
+			b.routes = append(b.routes, route)
 		}
 	}
 }
 
-func (c *compiler) serviceRanges() {
-	for _, p := range c.in.ServiceCIDRs {
+func (b *base) serviceRanges() {
+	fail := func(format string, args ...any) { b.rangeErrs = append(b.rangeErrs, fmt.Errorf(format, args...)) }
+	for _, p := range b.in.ServiceCIDRs {
 		if !p.IsValid() || p.Bits() == 0 {
-			c.fail("service range %s: is no range for services", p)
+			fail("service range %s: is no range for services", p)
 			continue
 		}
 		p = p.Masked()
-		if _, twice := c.out.Prefixes[p]; twice && c.out.Prefixes[p].Flags == maps.PeerService {
+		if _, twice := b.prefixes[p]; twice && b.prefixes[p].Flags == maps.PeerService {
 			continue
 		}
-		if cidr, node, overlaps := c.cidrs.find(p); overlaps {
-			c.fail("service range %s: overlaps the pod CIDR %s of Node %s and is not used; services keep their own addresses, others in the range are not dropped; choose another range", p, cidr, node)
+		if cidr, node, overlaps := b.cidrs.find(p); overlaps {
+			fail("service range %s: overlaps the pod CIDR %s of Node %s and is not used; services keep their own addresses, others in the range are not dropped; choose another range", p, cidr, node)
 			continue
 		}
-		c.out.Prefixes[p] = Peer{Flags: maps.PeerService}
-		c.out.Routes = append(c.out.Routes, Route{Dst: p, Kind: RouteOverlay})
+		b.prefixes[p] = Peer{Flags: maps.PeerService}
+		b.routes = append(b.routes, Route{Dst: p, Kind: RouteOverlay})
 	}
 }
 
 // describe says who has an address.
-func (c *compiler) describe(p Peer) string {
+func describe(p Peer) string {
 	switch {
 	case p.Flags&maps.PeerHost != 0:
 		return "an address of this node's devices"

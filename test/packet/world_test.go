@@ -115,7 +115,7 @@ func both(t *testing.T, test func(t *testing.T, w *world)) {
 	}
 }
 
-func newWorld(t *testing.T, f family) *world {
+func newWorld(t testing.TB, f family) *world {
 	t.Helper()
 	d, err := standard()
 	if err != nil {
