@@ -1,20 +1,28 @@
 package policy_test
 
 import (
+	gomaps "maps"
 	"net/netip"
 	"testing"
 
 	"github.com/podweir/podweir/internal/policy"
 )
 
-// change compiles two inputs one after the other and checks every moment in
-// between, about every question. It returns what the moments were like.
+// change compiles two inputs one after the other, whole and what changed, and
+// checks every moment in between, about every question. It returns what the
+// moments were like.
 func change(t *testing.T, oldIn, newIn *policy.Input) transitionStats {
 	t.Helper()
 	var stats transitionStats
 	for seed := range uint64(20) {
 		old := policy.Compile(*oldIn, nil)
 		out := policy.Compile(*newIn, old.State)
+		if seed%2 == 1 {
+			c := policy.NewCompiler(nil)
+			old = c.Compile(policy.Changes{Pods: oldIn.Pods, Rest: oldIn})
+			old.Addrs = gomaps.Clone(old.Addrs) // the compiler goes on with it
+			out = c.Compile(policy.Changes{Pods: newIn.Pods, Rest: newIn})
+		}
 		d, final := load(&old, oldIn), load(&out, newIn)
 		var samples []sampled
 		for _, p := range oldIn.Pods {
@@ -176,6 +184,23 @@ func TestChangeLeavesATableWithADefault(t *testing.T) {
 	}
 	before := state("a", "back", deny("back", "a"))
 	after := state("b", "front", deny("back", "a"), deny("front", "b"))
+	change(t, before, after)
+	change(t, after, before)
+}
+
+func TestChangeLeavesATableThatIsExtended(t *testing.T) {
+	// s1 goes from the table of s2 to that of s3 while p1 becomes the first
+	// whom the former admits: to s1 it is a stranger before and after.
+	policies := []string{from("one", "front", ""), from("two", "back", "")}
+	before := people(t, map[string]string{"s1": "one", "s2": "one", "p1": "none", "p2": "none", "p3": "back"}, policies...)
+	after := people(t, map[string]string{"s1": "two", "s2": "one", "p1": "front", "p2": "none", "p3": "back"}, policies...)
+	for _, in := range []*policy.Input{before, after} { // the same objects: nothing else is different
+		in.Pods = append(in.Pods, policy.Pod{
+			Namespace: "default", Name: "s3", Local: true, Labels: map[string]string{"app": "two"},
+			Addrs: []netip.Addr{netip.MustParseAddr("10.244.80.80")},
+		})
+		in.Policies = before.Policies
+	}
 	change(t, before, after)
 	change(t, after, before)
 }
