@@ -217,7 +217,7 @@ func floods(t testing.TB, packets, flows int) {
 
 func TestFlood(t *testing.T) { floods(t, 100_000, 200) }
 
-// BenchmarkFlood is the full-sized flood; run it once, with -benchtime 1x.
+// BenchmarkFlood is the full-sized flood; run it once, with -benchtime 1x -timeout 30m.
 func BenchmarkFlood(b *testing.B) {
 	for b.Loop() {
 		floods(b, 1_000_000, 2_000)
