@@ -276,36 +276,6 @@ func TestLabelsNobodyNamesCostNothing(t *testing.T) {
 	}
 }
 
-// Thousands of labels that no policy names make no identity.
-func TestUniqueLabelsMakeNoIdentities(t *testing.T) {
-	identities := func(unique bool) (map[uint32]bool, int) {
-		in := many(5000, 50)
-		for i := range in.Pods {
-			if unique {
-				in.Pods[i].Labels["pod-template-hash"] = fmt.Sprint(i)
-			}
-		}
-		specs(t, in, 20, func(i int) string {
-			return fmt.Sprintf(`{podSelector: {matchLabels: {app: app%d}}, ingress: [{from: [{podSelector: {matchLabels: {app: app%d}}}]}]}`, i%5, 3*i)
-		})
-		o := policy.Compile(*in, nil)
-		ids, entries := map[uint32]bool{}, 0
-		for _, id := range o.Addrs {
-			ids[id] = true
-		}
-		for _, table := range o.Tables {
-			entries += len(table)
-		}
-		return ids, entries
-	}
-	without, entries := identities(false)
-	with, entriesWith := identities(true)
-	t.Logf("%d identities, %d entries", len(with), entriesWith)
-	if len(with) != len(without) || entriesWith != entries || len(with) > 30 {
-		t.Errorf("%d identities and %d entries with unique labels, %d and %d without", len(with), entriesWith, len(without), entries)
-	}
-}
-
 func TestFromPod(t *testing.T) {
 	always := corev1.ContainerRestartPolicyAlways
 	port := func(name string, n int32) []corev1.ContainerPort {
