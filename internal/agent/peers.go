@@ -45,6 +45,9 @@ type peers struct {
 	ways       *lpm[maps.Peer] // what the tunnel and policy know of prefixes
 	identities *lpm[uint32]
 	short      bool // entries of pw_policy were not written
+
+	addrsMax, prefixesMax int                     // sizes of pw_addrs and pw_prefixes
+	withheld              map[maps.PolicyKey]bool // of the tables that are in force
 }
 
 // localEndpoint is a pod of this node whose Pod object is known.
@@ -99,6 +102,8 @@ func newPeers(st stores, now func() time.Time) (*peers, error) {
 		classes:     reconcile.New(st.classes),
 		slots:       make(map[maps.Addr]uint32),
 		prefixSlots: newLPM[uint32](),
+		addrsMax:    st.addrs.MaxEntries(),
+		prefixesMax: st.prefixes.MaxEntries(),
 	}
 	err = errors.Join(p.nodes.Load(), p.nodeIDs.Load(), p.addrs.Load(), p.prefixes.Load(),
 		p.endpoints.Load(), p.policy.Load(), p.classes.Load())
@@ -179,7 +184,7 @@ func (p *peers) apply(in peerInput) error {
 		}
 	}
 	// Who can be reached, before anything refers to it.
-	deltas := in.deltas && p.applied
+	deltas := in.deltas && p.applied && !p.doubtful()
 	nodes := !deltas || len(p.nodeErrs) > 0 || !sameNodes(p.was, in)
 	if nodes {
 		was := p.byName
@@ -198,6 +203,8 @@ func (p *peers) apply(in peerInput) error {
 	note(p.applyClasses(in.policy.PortClasses))
 
 	c := p.compilePeers(in, deltas && !in.tunnel.Delta.Prefixes && !in.policy.Delta.Prefixes)
+	w := written{c.addrs, c.prefixes, c.endpoints}
+	note(p.withhold(p.mistaken(w, true), in.policy))
 	m := moves{p: p, note: note}
 	p.applyEarly(in, c, &m)
 
@@ -228,10 +235,15 @@ func (p *peers) apply(in peerInput) error {
 		}
 	}
 	p.dropUnusedSlots()
+	note(p.withhold(p.mistaken(w, false), in.policy))
+	note(p.withheldErr())
 	note(p.gens.flush())
 
 	// What nothing refers to any more.
 	settle(len(p.policy.Failed()) > 0)
+	if len(p.withheld) > 0 {
+		p.policy.Desire(p.without(whole(in.policy)))
+	}
 	note(p.prunePolicy())
 	p.short = len(p.policy.Failed()) > 0
 	note(p.nodeIDs.Prune().Err())
@@ -243,25 +255,32 @@ func (p *peers) apply(in peerInput) error {
 	return errors.Join(errs...)
 }
 
+// whole is all entries of all tables.
+func whole(out policy.Output) map[maps.PolicyKey]maps.PolicyEntry {
+	tables := make(map[maps.PolicyKey]maps.PolicyEntry)
+	for _, t := range out.Tables {
+		gomaps.Copy(tables, t)
+	}
+	return tables
+}
+
+// changing is tables with what is transitional.
+func changing(tables map[maps.PolicyKey]maps.PolicyEntry, out policy.Output) map[maps.PolicyKey]maps.PolicyEntry {
+	if len(out.Transitional) == 0 {
+		return tables
+	}
+	both := gomaps.Clone(tables)
+	gomaps.Copy(both, out.Transitional)
+	return both
+}
+
 // desireTables wants the tables of the output and what is transitional; settle
 // wants the tables alone. deltas: what the Delta names is all that is new. Where
 // an entry could not be written, what is wanted of its table was changed.
 func (p *peers) desireTables(out policy.Output, deltas bool) (settle func(failed bool)) {
-	whole := func() map[maps.PolicyKey]maps.PolicyEntry {
-		tables := make(map[maps.PolicyKey]maps.PolicyEntry)
-		for _, t := range out.Tables {
-			gomaps.Copy(tables, t)
-		}
-		return tables
-	}
 	if !deltas {
-		tables := whole()
-		both := tables
-		if len(out.Transitional) > 0 {
-			both = gomaps.Clone(tables)
-			gomaps.Copy(both, out.Transitional)
-		}
-		p.policy.Desire(both)
+		tables := whole(out)
+		p.policy.Desire(p.without(changing(tables, out)))
 		return func(bool) { p.policy.Desire(tables) }
 	}
 	for _, n := range out.Delta.GoneTables {
@@ -285,7 +304,7 @@ func (p *peers) desireTables(out policy.Output, deltas bool) (settle func(failed
 	}
 	return func(failed bool) {
 		if failed {
-			p.policy.Desire(whole())
+			p.policy.Desire(whole(out))
 			return
 		}
 		for k := range out.Transitional {

@@ -152,7 +152,7 @@ func TestPeersTransitionalDenialsThatDoNotFit(t *testing.T) {
 
 // allows looks a verdict about TCP up as the datapath does.
 func (b *peerBench) allows(self, peer string, port uint16) bool {
-	table, identity := b.endpoints_()[ip(self)].PolicyIn, b.addrs.m[ip(peer)].Identity
+	table, identity := b.endpoints_()[ip(self)].PolicyIn, b.identity(ip(peer))
 	for _, k := range []maps.PolicyKey{
 		{Identity: identity, Kind: maps.PolicyPort, Proto: maps.ProtoTCP, Port: port},
 		{Identity: identity, Kind: maps.PolicyClass, Proto: maps.ProtoTCP, Port: b.classes.m[uint32(port)]},
@@ -165,4 +165,22 @@ func (b *peerBench) allows(self, peer string, port uint16) bool {
 		}
 	}
 	return table == 0
+}
+
+// identity looks an address up as the datapath does.
+func (b *peerBench) identity(k maps.Addr) uint32 {
+	if v, ok := b.endpoints_()[k]; ok {
+		return v.Identity
+	}
+	if v, ok := b.addrs.m[k]; ok {
+		return v.Identity
+	}
+	around := newLPM[uint32]()
+	for p, v := range b.prefixes.m {
+		around.set(p, v.Identity)
+	}
+	if id, ok := around.lookup(k.B, 128); ok {
+		return id
+	}
+	return maps.IdentityWorld
 }

@@ -16,12 +16,18 @@ type stores struct {
 	devAddrs  reconcile.Store[uint32, maps.DevAddrs]
 	nodes     reconcile.Store[uint32, maps.Node]
 	nodeIDs   reconcile.Store[maps.Addr, uint32]
-	addrs     reconcile.Store[maps.Addr, maps.Peer]
-	prefixes  reconcile.Store[maps.PrefixKey, maps.Peer]
+	addrs     sizedStore[maps.Addr, maps.Peer]
+	prefixes  sizedStore[maps.PrefixKey, maps.Peer]
 	endpoints reconcile.Store[maps.Addr, maps.Endpoint]
 	policy    reconcile.Store[maps.PolicyKey, maps.PolicyEntry]
 	classes   reconcile.Store[uint32, uint16]
 	nodesMax  int // size of pw_nodes
+}
+
+// sizedStore is a store that says how many entries it has room for.
+type sizedStore[K, V comparable] interface {
+	reconcile.Store[K, V]
+	MaxEntries() int
 }
 
 func storesOf(set maps.Set) stores {

@@ -301,7 +301,12 @@ func TestNeighbourDiscovery(t *testing.T) {
 	none := map[hook]reason{
 		fromPod: passed, toPod: passed, fromNetdev: passed, fromOverlay: multicasted, toOverlay: multicasted,
 	}
-	for _, kind := range []byte{130, 131, 132, 133, 134, 135, 136, 137, 143} {
+	kinds := []byte{130, 131, 132, 133, 134, 135, 136, 137, 143}
+	for i := range 2 * len(kinds) {
+		kind := kinds[i%len(kinds)]
+		if i == len(kinds) { // isolated in both directions, and all the same
+			w.edit(f.client, func(e *maps.Endpoint) { e.PolicyOut, e.PolicyIn = 1, 1 })
+		}
 		for _, c := range []struct{ src, dst netip.Addr }{
 			{linkLocal, gateway}, {f.client, gateway}, {linkLocal, solicited}, {a("::"), solicited},
 			{f.client, a("ff02::16")}, {linkLocal, a("ff02::1")},
@@ -314,7 +319,6 @@ func TestNeighbourDiscovery(t *testing.T) {
 	}
 	// The same types between addresses that are routed would be forwarded by
 	// the host: they are packets like any other, source and policy included.
-	w.edit(f.client, func(e *maps.Endpoint) { e.PolicyOut, e.PolicyIn = 1, 1 })
 	for _, kind := range []byte{130, 133, 135, 136, 137, 143} {
 		solicit := func(src, dst netip.Addr) []byte {
 			return icmp(t, src, dst, [2]byte{kind, 0}, make([]byte, 20))

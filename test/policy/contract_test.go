@@ -1,6 +1,10 @@
 package policy
 
-import "testing"
+import (
+	"flag"
+	"strings"
+	"testing"
+)
 
 // The cases share a cluster; each starts without policies.
 func TestPolicy(t *testing.T) {
@@ -14,9 +18,13 @@ func TestPolicy(t *testing.T) {
 	w.run("P2 peers", (*world).peers)
 	w.run("P3 replies and ICMP errors", (*world).replies)
 	w.run("P4 node and self", (*world).node)
+	w.run("P5 pods on the host's network", (*world).hostNetwork)
 	w.run("P6 ports", (*world).ports)
+	w.run("P6 named ports", (*world).namedPorts)
 	w.run("P7 blocks", (*world).blocks)
 	w.run("P6 P7 P13 services", (*world).services)
+	w.run("P7 clients by NodePorts", (*world).clients)
+	w.run("P8 protocols without ports", (*world).protocols)
 	w.run("P9 new pods", (*world).newPods)
 	w.run("P10 reuse", (*world).reuse)
 	w.run("answers to questions", (*world).asks)
@@ -29,4 +37,9 @@ func TestPolicy(t *testing.T) {
 	w.run("P19 changes and versions", (*world).clusterPolicyChanges)
 	w.run("P14 restart", (*world).restart)
 	w.run("P14 changes without agents", (*world).missed)
+	n := len(w.checked)
+	t.Logf("every pair was tried under %d sets of policies", n)
+	if all := !strings.Contains(flag.Lookup("test.run").Value.String(), "/"); all && n < 60 {
+		t.Error("want 60 and more")
+	}
 }

@@ -8,6 +8,7 @@ import (
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/util/intstr"
 	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 )
 
@@ -73,14 +74,14 @@ func (r rules) side(own, peer party, direction networkingv1.PolicyType, proto co
 		isolated = true
 		if direction == networkingv1.PolicyTypeIngress {
 			for _, rule := range p.Spec.Ingress {
-				if r.ports(rule.Ports, proto, port) && r.peers(p.Namespace, rule.From, peer) {
+				if r.ports(rule.Ports, own, proto, port) && r.peers(p.Namespace, rule.From, peer) {
 					return true
 				}
 			}
 			continue
 		}
 		for _, rule := range p.Spec.Egress {
-			if r.ports(rule.Ports, proto, port) && r.peers(p.Namespace, rule.To, peer) {
+			if r.ports(rule.Ports, peer, proto, port) && r.peers(p.Namespace, rule.To, peer) {
 				return true
 			}
 		}
@@ -91,7 +92,7 @@ func (r rules) side(own, peer party, direction networkingv1.PolicyType, proto co
 	return r.tier(v1beta1.BaselineTier, own, peer, egress, proto, port) != v1beta1.ClusterNetworkPolicyRuleActionDeny
 }
 
-func (r rules) ports(list []networkingv1.NetworkPolicyPort, proto corev1.Protocol, port int) bool {
+func (r rules) ports(list []networkingv1.NetworkPolicyPort, dst party, proto corev1.Protocol, port int) bool {
 	if len(list) == 0 {
 		return true
 	}
@@ -104,6 +105,10 @@ func (r rules) ports(list []networkingv1.NetworkPolicyPort, proto corev1.Protoco
 		case want != proto:
 		case p.Port == nil:
 			return true
+		case p.Port.Type == intstr.String:
+			if dst.serves(p.Port.StrVal, proto, port) {
+				return true
+			}
 		case p.EndPort != nil && int(p.Port.IntVal) <= port && port <= int(*p.EndPort):
 			return true
 		case int(p.Port.IntVal) == port:
@@ -111,6 +116,13 @@ func (r rules) ports(list []networkingv1.NetworkPolicyPort, proto corev1.Protoco
 		}
 	}
 	return false
+}
+
+// serves: a port has this name there, in this protocol.
+func (p party) serves(name string, proto corev1.Protocol, port int) bool {
+	return p.pod != nil && slices.ContainsFunc(p.pod.Spec.Containers[0].Ports, func(c corev1.ContainerPort) bool {
+		return c.Name == name && c.Protocol == proto && int(c.ContainerPort) == port
+	})
 }
 
 func (r rules) peers(namespace string, list []networkingv1.NetworkPolicyPeer, peer party) bool {

@@ -1,10 +1,12 @@
 package policy
 
 import (
+	"context"
 	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -139,6 +141,65 @@ func (w *world) services() {
 		w.apply(docs...)
 		w.throughServices(vips)
 		w.check()
+		w.clear()
+	}
+}
+
+// P7: what comes by a NodePort is judged by the client's own address, whichever
+// node it enters by, and wherever the backend is: never by the node's.
+func (w *world) clients() {
+	ext, other := w.addrs("ext"), w.addrs("node-a")
+	nodePorts := map[string]uint16{"x/a": 30080, "x/b": 30081}
+	for key, port := range nodePorts {
+		w.putService(key)
+		w.must(cluster.Edit(w.c.Manifests, w.pods[key].Namespace, "svc-"+w.pods[key].Name, func(svc *corev1.Service) {
+			svc.Spec.Type = corev1.ServiceTypeNodePort
+			svc.Spec.Ports = slices.DeleteFunc(svc.Spec.Ports, func(p corev1.ServicePort) bool { return p.Port != 80 })
+			for i := range svc.Spec.Ports {
+				svc.Spec.Ports[i].NodePort = int32(port)
+			}
+		}))
+	}
+	var probes []mesh.Probe
+	var to []string
+	for key, port := range nodePorts {
+		for _, node := range []string{"node-a", "node-b"} {
+			for _, addr := range w.addrs(node) {
+				for _, proto := range []string{"tcp", "udp"} {
+					probes = append(probes, mesh.Probe{From: w.c.Ext, Proto: proto, To: netip.AddrPortFrom(addr, port)})
+					to = append(to, key)
+				}
+			}
+		}
+	}
+	try := func(doc string, allowed bool, limit time.Duration) error {
+		for i, res := range w.probeFor(limit, probes) {
+			want := mesh.Silent
+			if allowed {
+				want = mesh.Answered
+			}
+			if res.Outcome != want || allowed && (res.Server != to[i] || !slices.Contains(ext, res.Peer)) {
+				return fmt.Errorf("%q: %v for %s: %s by %q, which saw %v, %v; want %s", doc, probes[i], to[i], res.Outcome, res.Server, res.Peer, res.Err, want)
+			}
+		}
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+	defer cancel()
+	w.must(cluster.Eventually(ctx, func() error { return try("", true, time.Second) }))
+	for _, c := range []struct {
+		from    string
+		allowed bool
+	}{
+		{just(ext), true}, {allBut(ext), false}, {just(other), false}, {allBut(other), true},
+		{"[{namespaceSelector: {}}]", false},
+		{"[{ipBlock: {cidr: 172.31.0.0/24}}, {ipBlock: {cidr: 'fd00:172:31::/64'}}]", true},
+	} {
+		doc := "x/clients\npodSelector: {}\ningress:\n- from: " + c.from + "\n  ports: [{port: 8080}, {port: 8080, protocol: UDP}]"
+		w.apply(doc)
+		if err := try(doc, c.allowed, 10*time.Second); err != nil {
+			w.Error(err)
+		}
 		w.clear()
 	}
 }

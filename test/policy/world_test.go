@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -40,23 +41,28 @@ type world struct {
 	cluster    map[string]*v1beta1.ClusterNetworkPolicy
 	hosts      int // last host part of an address given away
 	marks      int
+	checked    map[string]bool // policies that a matrix has been about
 }
 
-// layout is every pod of the matrix: three namespaces over two nodes.
-var layout = []struct{ namespace, name, node, labels string }{
-	{"x", "a", "node-a", "app=a tier=front"},
-	{"x", "b", "node-b", "app=b tier=back"},
-	{"x", "c", "node-a", "app=c"},
-	{"v", "a", "node-a", "app=a tier=back"},
-	{"v", "b", "node-b", "app=b"},
-	{"z", "a", "node-b", "app=a"},
+// layout is every pod of the matrix: three namespaces of three over two nodes.
+// The names of ports stand for other numbers in each.
+var layout = []struct{ namespace, name, node, labels, ports string }{
+	{"x", "a", "node-a", "app=a tier=front", "http=8080/TCP"},
+	{"x", "b", "node-b", "app=b tier=back", "http=8081/TCP dns=8080/UDP"},
+	{"x", "c", "node-a", "app=c", "http=8080/UDP"}, // the name, of another protocol
+	{"v", "a", "node-a", "app=a tier=back", "http=8081/TCP"},
+	{"v", "b", "node-b", "app=b", "http=8080/TCP http=8081/UDP"},
+	{"v", "c", "node-b", "app=c tier=front", ""},
+	{"z", "a", "node-b", "app=a", "dns=8081/UDP"},
+	{"z", "b", "node-a", "app=b tier=back", "http=9999/TCP"},
+	{"z", "c", "node-a", "app=c", ""},
 }
 
 func newWorld(t *testing.T) *world {
-	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	t.Cleanup(cancel)
 	w := &world{
-		T: t, ctx: ctx, c: cluster.ForTest(t, cluster.Config{}), sets: map[string]pwmaps.Set{}, hosts: 10,
+		T: t, ctx: ctx, c: cluster.ForTest(t, cluster.Config{}), sets: map[string]pwmaps.Set{}, hosts: 10, checked: map[string]bool{},
 		pods: map[string]*corev1.Pod{}, policies: map[string]*networkingv1.NetworkPolicy{},
 		cluster: map[string]*v1beta1.ClusterNetworkPolicy{},
 		namespaces: map[string]map[string]string{
@@ -70,7 +76,9 @@ func newWorld(t *testing.T) *world {
 		w.putNamespace(name)
 	}
 	for _, l := range layout {
-		w.newPod(l.namespace, l.name, l.node, l.labels)
+		p := w.newPod(l.namespace, l.name, l.node, l.labels)
+		p.Spec.Containers[0].Ports = containerPorts(l.ports)
+		w.must(w.c.Manifests.Put(p))
 	}
 	for _, n := range w.c.Nodes {
 		w.newPod("sys", n.NodeName, n.NodeName, "")
@@ -148,6 +156,22 @@ func labelled(s string) map[string]string {
 	for _, kv := range strings.Fields(s) {
 		k, v, _ := strings.Cut(kv, "=")
 		out[k] = v
+	}
+	return out
+}
+
+// containerPorts parses "name=8080/TCP other=53/UDP".
+func containerPorts(s string) (out []corev1.ContainerPort) {
+	for _, f := range strings.Fields(s) {
+		var p corev1.ContainerPort
+		name, port, _ := strings.Cut(f, "=")
+		number, proto, _ := strings.Cut(port, "/")
+		n, err := strconv.ParseInt(number, 10, 32)
+		if err != nil {
+			panic(err)
+		}
+		p.Name, p.Protocol, p.ContainerPort = name, corev1.Protocol(proto), int32(n)
+		out = append(out, p)
 	}
 	return out
 }
@@ -420,7 +444,12 @@ func (w *world) try() (wrong []string, allowed, denied int) {
 
 func (w *world) probe(probes []mesh.Probe) []mesh.Result {
 	w.Helper()
-	ctx, cancel := context.WithTimeout(w.ctx, 10*time.Second)
+	return w.probeFor(10*time.Second, probes)
+}
+
+func (w *world) probeFor(limit time.Duration, probes []mesh.Probe) []mesh.Result {
+	w.Helper()
+	ctx, cancel := context.WithTimeout(w.ctx, limit)
 	defer cancel()
 	got, err := mesh.Run(ctx, probes, w.dropped)
 	w.must(err)
@@ -435,6 +464,17 @@ func (w *world) check() {
 		w.Fatalf("%d allowed, %d denied: this shows nothing", allowed, denied)
 	}
 	w.Logf("%d allowed, %d denied", allowed, denied)
+	var specs []string
+	for _, p := range w.policies {
+		specs = append(specs, fmt.Sprint(p.Namespace, p.Spec.String()))
+	}
+	for _, p := range w.cluster {
+		spec, err := json.Marshal(p.Spec)
+		w.must(err)
+		specs = append(specs, string(spec))
+	}
+	slices.Sort(specs)
+	w.checked[strings.Join(specs, "\n")] = true
 }
 
 // describe logs what both nodes have in force.
