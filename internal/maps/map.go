@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 
 	"github.com/cilium/ebpf"
@@ -20,14 +21,22 @@ const batchSize = 1024
 // A Map may be copied; it does not own the file descriptor unless it comes
 // from [OpenPinned].
 type Map[K comparable, V any] struct {
-	m    *ebpf.Map
-	name string
+	m     *ebpf.Map
+	name  string
+	order func(a, b K) int // that entries are written in; nil: any
 }
 
 // Wrap gives m its Go types. The sizes of K and V must be those of m: they
 // are, for the types of this package.
 func Wrap[K comparable, V any](m *ebpf.Map, name string) Map[K, V] {
 	return Map[K, V]{m: m, name: name}
+}
+
+// ordered is a view that writes entries in an order: when a map has no room
+// for all of them, which are in is then no matter of chance.
+func (m Map[K, V]) ordered(compare func(a, b K) int) Map[K, V] {
+	m.order = compare
+	return m
 }
 
 // Name is the name that bpftool shows.
@@ -74,9 +83,15 @@ func (m Map[K, V]) PutAll(entries map[K]V) error {
 // TryPutAll is [Map.PutAll] with the errors by key; nil when all went well.
 func (m Map[K, V]) TryPutAll(entries map[K]V) map[K]error {
 	keys := make([]K, 0, len(entries))
+	for k := range entries {
+		keys = append(keys, k)
+	}
+	if m.order != nil {
+		slices.SortFunc(keys, m.order)
+	}
 	vals := make([]V, 0, len(entries))
-	for k, v := range entries {
-		keys, vals = append(keys, k), append(vals, v)
+	for _, k := range keys {
+		vals = append(vals, entries[k])
 	}
 	return eachBatch(len(keys),
 		func(i, j int) (int, error) {

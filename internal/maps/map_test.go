@@ -114,6 +114,40 @@ func TestLPM(t *testing.T) {
 	}
 }
 
+// Which entries a full map takes is no matter of chance: those of older tables,
+// wider prefixes and lower addresses.
+func TestFullMapTakesEntriesInOrder(t *testing.T) {
+	s := newMaps(t, map[string]uint32{"pw_policy": 8, "pw_addrs": 8, "pw_prefixes": 8})
+	policies := make(map[PolicyKey]PolicyEntry)
+	addrs := make(map[Addr]Peer)
+	prefixes := make(map[PrefixKey]Peer)
+	for i := range 64 {
+		policies[PolicyKey{Table: uint32(1 + i/16), Identity: uint32(500 + i%16)}] = PolicyEntry{Verdict: VerdictAllow}
+		addrs[addr(i)] = Peer{Identity: 1}
+		prefixes[PrefixKey{Len: uint32(65 + i), Addr: addr(1).B}] = Peer{Identity: 1}
+	}
+	s.Policy.TryPutAll(policies)
+	s.Addrs.TryPutAll(addrs)
+	s.Prefixes.TryPutAll(prefixes)
+	for i := range 8 {
+		if _, ok, err := s.Policy.Get(PolicyKey{Table: 1, Identity: uint32(500 + i)}); !ok || err != nil {
+			t.Errorf("entry %d of table 1: %v, %v", i, ok, err)
+		}
+		if _, ok, err := s.Addrs.Get(addr(i)); !ok || err != nil {
+			t.Errorf("address %d: %v, %v", i, ok, err)
+		}
+	}
+	got, err := s.Prefixes.Dump()
+	if len(got) != 8 || err != nil {
+		t.Errorf("%d prefixes, %v", len(got), err)
+	}
+	for k := range got {
+		if k.Len > 72 {
+			t.Errorf("/%d is in, and not all wider ones", k.Len)
+		}
+	}
+}
+
 func TestFullMapIsNamed(t *testing.T) {
 	s := newMaps(t, map[string]uint32{"pw_services": 4, "pw_prefixes": 4})
 	entries := make(map[ServiceKey]Service)

@@ -1,6 +1,8 @@
 package maps
 
 import (
+	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -47,11 +49,11 @@ func NewSet(o *bpf.DpMaps) Set {
 		Services:      Wrap[ServiceKey, Service](o.PwServices, bpf.DpMapPwServices),
 		Backends:      Wrap[BackendKey, Backend](o.PwBackends, bpf.DpMapPwBackends),
 		Endpoints:     Wrap[Addr, Endpoint](o.PwEndpoints, bpf.DpMapPwEndpoints),
-		Addrs:         Wrap[Addr, Peer](o.PwAddrs, bpf.DpMapPwAddrs),
-		Prefixes:      Wrap[PrefixKey, Peer](o.PwPrefixes, bpf.DpMapPwPrefixes),
+		Addrs:         Wrap[Addr, Peer](o.PwAddrs, bpf.DpMapPwAddrs).ordered(compareAddrs),
+		Prefixes:      Wrap[PrefixKey, Peer](o.PwPrefixes, bpf.DpMapPwPrefixes).ordered(comparePrefixes),
 		Nodes:         Wrap[uint32, Node](o.PwNodes, bpf.DpMapPwNodes),
 		NodeIDs:       Wrap[Addr, uint32](o.PwNodeIds, bpf.DpMapPwNodeIds),
-		Policy:        Wrap[PolicyKey, PolicyEntry](o.PwPolicy, bpf.DpMapPwPolicy),
+		Policy:        Wrap[PolicyKey, PolicyEntry](o.PwPolicy, bpf.DpMapPwPolicy).ordered(comparePolicy),
 		PortClass:     Wrap[uint32, uint16](o.PwPortClass, bpf.DpMapPwPortClass),
 		BackendStates: Wrap[BackendStateKey, uint32](o.PwBackendSt, bpf.DpMapPwBackendSt),
 		Maglev:        Wrap[MaglevKey, Maglev](o.PwMaglev, bpf.DpMapPwMaglev),
@@ -64,6 +66,18 @@ func NewSet(o *bpf.DpMaps) Set {
 		Metrics:       NewMetrics(o.PwMetrics),
 		Events:        NewEvents(o.PwEvents),
 	}
+}
+
+// Of tables that do not all fit the older ones are whole.
+func comparePolicy(a, b PolicyKey) int {
+	return cmp.Or(cmp.Compare(a.Table, b.Table), cmp.Compare(a.Identity, b.Identity), cmp.Compare(a.Kind, b.Kind),
+		cmp.Compare(a.Proto, b.Proto), cmp.Compare(a.Port, b.Port))
+}
+
+func compareAddrs(a, b Addr) int { return bytes.Compare(a.B[:], b.B[:]) }
+
+func comparePrefixes(a, b PrefixKey) int {
+	return cmp.Or(cmp.Compare(a.Len, b.Len), bytes.Compare(a.Addr[:], b.Addr[:]))
 }
 
 // OpenPinned opens the maps that an agent pinned in dir (<bpffs>/maps). The
