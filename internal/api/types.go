@@ -179,13 +179,12 @@ type Rule struct {
 	Name      string `json:"name"`
 	// Direction is "ingress" or "egress".
 	Direction string `json:"direction"`
-	// Index counts the rules of the direction from 0; -1 stands for no rule
-	// of a policy (a node reaching its own pods).
+	// Index counts the rules of the direction from 0.
 	Index int `json:"index"`
 	// RuleName is what a ClusterNetworkPolicy calls the rule, if it does.
 	RuleName string `json:"ruleName,omitempty"`
 	// Text is the rule as people write it: "default/web ingress[0]".
-	Text string `json:"text,omitempty"`
+	Text string `json:"text"`
 }
 
 // Pods are pods of any node.

@@ -403,10 +403,10 @@ func planAgent() fakeAgent {
 		api.PathEvents:                           planEvents(),
 		api.PathPolicy: api.Policy{
 			Rules: map[uint32]api.Rule{
-				1: {Direction: "ingress", Index: -1},
+				1: {Namespace: "default", Name: "allow-host", Direction: "ingress", Index: 0, Text: "default/allow-host ingress[0]"},
 				7: {Namespace: "default", Name: "allow-web", Direction: "ingress", Index: 0, Text: "default/allow-web ingress[0]"},
-				8: {Namespace: "default", Name: "allow-web", Direction: "ingress", Index: 1},
-				9: {Tier: "Admin", Name: "guard", Direction: "egress", Index: 0, RuleName: "no-mail"},
+				8: {Namespace: "default", Name: "allow-web", Direction: "ingress", Index: 1, Text: "default/allow-web ingress[1]"},
+				9: {Tier: "Admin", Name: "guard", Direction: "egress", Index: 0, RuleName: "no-mail", Text: `ClusterNetworkPolicy guard (Admin) egress[0] "no-mail"`},
 			},
 			Endpoints: []api.PolicyEndpoint{{Namespace: "default", Pod: "local", Policies: []string{"default/allow-web", "default/deny-all"},
 				IngressPolicies: []string{"default/allow-web", "default/deny-all"}, EgressPolicies: []string{"default/deny-all"}}},

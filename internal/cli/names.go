@@ -115,25 +115,13 @@ func (n *names) serviceName(id uint32) string {
 // rule says where a verdict comes from; empty for rule 0.
 func (n *names) rule(ref uint32) string {
 	r, ok := n.policy.Rules[ref]
-	name := podName(r.Namespace, r.Name)
-	if r.Tier != "" {
-		name = fmt.Sprintf("ClusterNetworkPolicy %s (%s)", r.Name, r.Tier)
-	}
 	switch {
 	case ref == 0:
 		return ""
 	case !ok:
 		return fmt.Sprintf("rule %d", ref)
-	case r.Text != "":
-		return r.Text
-	case r.Index < 0 && r.Name == "":
-		return "built-in " + r.Direction
-	case r.Index < 0:
-		return fmt.Sprintf("%s %s", name, r.Direction)
-	case r.RuleName != "":
-		return fmt.Sprintf("%s %s[%d] %q", name, r.Direction, r.Index, r.RuleName)
 	}
-	return fmt.Sprintf("%s %s[%d]", name, r.Direction, r.Index)
+	return r.Text
 }
 
 // podPolicies is what the agent knows of the policies on a pod of this node.

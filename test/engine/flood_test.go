@@ -13,8 +13,9 @@ import (
 )
 
 // sports are the source ports of a flood, or the destination ports of a scan.
-// When all have been used, it goes on with the next port of the other end: no two packets of it are of one tuple, which
-// would make the second a sign of life.
+// When all have been used, it goes on with the next port of the other end: no
+// two packets of it are of one tuple, which would make the second a sign of
+// life.
 const sports = 64000
 
 // flood sends n packets from the pod's own address, each of another tuple: from
