@@ -7,6 +7,7 @@ const (
 	Refused     = "refused"     // ECONNREFUSED: a RST or a port unreachable
 	Timeout     = "timeout"     // nothing came back in time
 	Unreachable = "unreachable" // no route, host or network unreachable
+	InUse       = "in use"      // the source port is taken
 	Reset       = "reset"       // RST on an established connection
 	Other       = "other"
 )

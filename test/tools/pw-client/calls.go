@@ -6,10 +6,12 @@ import (
 	"encoding/json"
 	"flag"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"net/netip"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -25,6 +27,7 @@ func calls(ctx context.Context, fs *flag.FlagSet, o *options, args []string) (bo
 		return false, err
 	}
 	c := caller{running: map[int]context.CancelFunc{}}
+	c.ports.Store(rand.Uint32())
 	in := bufio.NewScanner(os.Stdin)
 	for in.Scan() {
 		var call probe.Call
@@ -51,6 +54,15 @@ type caller struct {
 	mu      sync.Mutex
 	running map[int]context.CancelFunc
 	out     sync.Mutex
+	ports   atomic.Uint32
+}
+
+// port is a source port, none of which comes twice before all have. The
+// kernel chooses at random, and a datagram from a port that a call was made
+// from minutes ago belongs to the flow of that call.
+func (c *caller) port() int {
+	const first, last = 32768, 60999
+	return first + int(c.ports.Add(1)%(last-first+1))
 }
 
 func (c *caller) cancel(id int) {
@@ -74,12 +86,7 @@ func (c *caller) make(ctx context.Context, o options, call probe.Call) probe.Cal
 	r := probe.CallResult{ID: call.ID}
 	servers := map[string]bool{}
 	for n := 0; n < max(call.Count, 1) || len(servers) < call.Servers && n < call.Most; n++ {
-		var a probe.Attempt
-		if call.Unconnected {
-			a = o.unconnected(ctx)
-		} else {
-			a = o.exchange(ctx, "call")
-		}
+		a := c.attempt(ctx, o, call)
 		r.Attempts = append(r.Attempts, a)
 		switch {
 		case a.OK:
@@ -89,6 +96,24 @@ func (c *caller) make(ctx context.Context, o options, call probe.Call) probe.Cal
 		}
 	}
 	return r
+}
+
+func (c *caller) attempt(ctx context.Context, o options, call probe.Call) probe.Attempt {
+	exchange := func() probe.Attempt { return o.exchange(ctx, "call") }
+	if call.Unconnected {
+		exchange = func() probe.Attempt { return o.unconnected(ctx) }
+	}
+	if call.Proto != "udp" || call.SPort != 0 {
+		return exchange()
+	}
+	var a probe.Attempt
+	for range 100 {
+		o.sport = c.port()
+		if a = exchange(); a.Kind != probe.InUse {
+			break
+		}
+	}
+	return a
 }
 
 // unconnected sends one datagram by a socket that takes an answer from

@@ -158,6 +158,8 @@ func kind(err error) string {
 		return probe.Unreachable
 	case errors.Is(err, syscall.ECONNRESET), errors.Is(err, syscall.EPIPE):
 		return probe.Reset
+	case errors.Is(err, syscall.EADDRINUSE):
+		return probe.InUse
 	case errors.As(err, &ne) && ne.Timeout():
 		return probe.Timeout
 	}
