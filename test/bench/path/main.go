@@ -61,6 +61,9 @@ func choose[T any](what, list string, all []T, name func(T) string) ([]T, error)
 		if i < 0 {
 			return nil, fmt.Errorf("%q is no %s", n, what)
 		}
+		if slices.ContainsFunc(out, func(t T) bool { return name(t) == n }) {
+			return nil, fmt.Errorf("%s %q is named twice; --repeats measures more often", what, n)
+		}
 		out = append(out, all[i])
 	}
 	return out, nil
