@@ -93,6 +93,13 @@ BENCH_PATH ?= --json bin/bench-path.json
 bench-path: root deps build ## measures the path against plain kernel forwarding (as root); BENCH_PATH='--family 6 ...'
 	@bin/pw-bench-path $(BENCH_PATH)
 
+BENCH_STREAMS ?= --streams 2 --json bin/bench-streams.json
+
+.PHONY: bench-streams
+bench-streams: root deps build ## iperf3 over every mode, offloads on and off: throughput, retransmits, checksum errors (as root)
+	@command -v iperf3 >/dev/null || DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends iperf3 >/dev/null
+	@bin/pw-bench-path $(BENCH_STREAMS)
+
 BENCH_SCALE ?= --json bin/bench-scale.json
 
 .PHONY: bench-scale

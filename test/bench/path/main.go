@@ -28,6 +28,7 @@ type options struct {
 	modes     string
 	workloads string
 	compare   string
+	streams   int
 }
 
 func main() {
@@ -41,6 +42,7 @@ func main() {
 	flag.StringVar(&o.modes, "modes", "", "comma-separated; default: all of "+strings.Join(modeNames(), ", "))
 	flag.StringVar(&o.workloads, "workloads", "", "comma-separated; default: udp,crr,rr,bulk")
 	flag.StringVar(&o.compare, "compare", "", "bin folder of another build: its podweir modes are measured too, as other-*")
+	flag.IntVar(&o.streams, "streams", 0, "instead of all that: iperf3 for so many seconds over each mode, family, setting of offloads and way")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
@@ -76,6 +78,12 @@ func run(ctx context.Context, o options) error {
 	modes, err := choose("mode", o.modes, allModes(), func(m mode) string { return m.name })
 	if err != nil {
 		return err
+	}
+	if o.streams < 0 {
+		return errors.New("--streams is a number of seconds")
+	}
+	if o.streams > 0 {
+		return runStreams(ctx, o, modes)
 	}
 	loads, err := choose("workload", o.workloads, workloads(), func(w workload) string { return w.name })
 	if err != nil {
