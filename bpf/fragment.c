@@ -51,8 +51,8 @@ static __always_inline int pw_frag_first(struct __sk_buff *skb, struct pw_pkt *p
 		err = pw_frag_may_rise(skb, p);
 		return err ?: PW_FRAG_RISE;
 	}
-	/* The host has some of it by now. */
-	if (state == PW_FRAG_PASSED)
+	/* Nobody will ever have all of it. */
+	if (state == PW_FRAG_SPLIT)
 		return PW_DROP_FRAGMENT_BEFORE_FIRST;
 	s->frag.sport = p->key.sport;
 	s->frag.dport = p->key.dport;
@@ -81,18 +81,15 @@ static __always_inline int pw_frag_later(struct __sk_buff *skb, struct pw_pkt *p
 	}
 	if (pw_frag_is_hosts(p)) {
 		if (!state && p->hook == PW_FROM_NETDEV)
-			pw_frag_store(s, PW_FRAG_PASSED);
+			pw_frag_store(s, PW_FRAG_SPLIT);
 		return PW_FRAG_PASS;
 	}
 	/* The stack sends in order. */
-	if (!pw_is_ingress(p))
-		return PW_DROP_FRAGMENT_BEFORE_FIRST;
-	err = pw_frag_may_rise(skb, p);
-	if (err)
-		return err;
-	if (state != PW_FRAG_STACK)
-		pw_frag_store(s, PW_FRAG_STACK);
-	return PW_FRAG_RISE;
+	err = pw_is_ingress(p) ? pw_frag_may_rise(skb, p) : PW_DROP_FRAGMENT_BEFORE_FIRST;
+	/* Of a liar nothing is kept. */
+	if (!state && (!err || err == PW_DROP_FRAGMENT_BEFORE_FIRST))
+		pw_frag_store(s, err ? PW_FRAG_SPLIT : PW_FRAG_STACK);
+	return err ?: PW_FRAG_RISE;
 }
 
 static __always_inline int pw_frag_sort(struct __sk_buff *skb, struct pw_pkt *p,
@@ -134,7 +131,7 @@ int fragment(struct __sk_buff *skb)
 		pw_count(PW_FRAGMENT_REASSEMBLY, p.hook, p.v6, skb->len);
 		skb->tc_index = PW_FRAG_TAG;
 		pw_make_ours(skb);
-		return PW_NEXT;
+		return pw_pass(skb, &p);
 	}
 	pw_tell(&p, act);
 	return pw_drop(skb, &p, act);

@@ -257,7 +257,7 @@ PW_ASSERT_SIZE(struct pw_frag_key, 56);
 enum pw_frag_state {
 	PW_FRAG_PORTS = 1, /* the first was here: the rest follow the flow that ports name */
 	PW_FRAG_STACK = 2, /* one was ahead of it: the kernel puts all of them together */
-	PW_FRAG_PASSED = 3, /* one was ahead of it, and is the host's for all we know */
+	PW_FRAG_SPLIT = 3, /* one was ahead of it, and dropped, or passed as the host's */
 	PW_FRAG_HOST = 4, /* the host's own: the first said so */
 };
 
