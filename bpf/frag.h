@@ -245,15 +245,15 @@ __noinline int pw_frag_may_rise(struct __sk_buff *skb, struct pw_pkt *p)
 		return err;
 	if (pw_addr_is_multicast(&p->key.dst))
 		return PW_DROP_MULTICAST;
+	pw_resolve(&p->key.dst, &s->dst);
+	if (!s->dst.ifindex && s->dst.flags & PW_PEER_LOCAL)
+		return PW_DROP_NO_ENDPOINT;
 	if (!cfg_defrag || p->key.via)
 		return PW_DROP_FRAGMENT_BEFORE_FIRST;
-	pw_resolve(&p->key.dst, &s->dst);
 	if (s->dst.ifindex)
 		return 0;
 	if (p->hook != PW_FROM_POD)
 		return PW_DROP_FRAGMENT_BEFORE_FIRST;
-	if (s->dst.flags & PW_PEER_LOCAL)
-		return PW_DROP_NO_ENDPOINT;
 	/* The host would hear it without a hook between. */
 	if (s->dst.flags & PW_PEER_HOST || pw_route(skb, &p->key.src, &p->key.dst, &s->fwd))
 		return PW_DROP_FRAGMENT_BEFORE_FIRST;
