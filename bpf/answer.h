@@ -50,9 +50,10 @@ static __always_inline __u32 pw_ip_len(const struct pw_pkt *p)
 /* May this packet be answered at all (RFC 1122 3.2.2, RFC 4443 2.4)? */
 static __always_inline int pw_answerable(const struct __sk_buff *skb, const struct pw_pkt *p)
 {
-	return p->kind == PW_KIND_FLOW && p->l3 == ETH_HLEN && p->l4 >= ETH_HLEN + pw_ip_len(p) &&
-	       skb->pkt_type != PW_PACKET_BROADCAST && skb->pkt_type != PW_PACKET_MULTICAST &&
-	       !pw_addr_is_multicast(&p->key.dst) && !pw_addr_is_bad_source(&p->key.src);
+	return (p->kind == PW_KIND_FLOW || p->kind == PW_KIND_FIRST) && p->l3 == ETH_HLEN &&
+	       p->l4 >= ETH_HLEN + pw_ip_len(p) && skb->pkt_type != PW_PACKET_BROADCAST &&
+	       skb->pkt_type != PW_PACKET_MULTICAST && !pw_addr_is_multicast(&p->key.dst) &&
+	       !pw_addr_is_bad_source(&p->key.src);
 }
 
 /*

@@ -121,8 +121,9 @@ static __always_inline int pw_to_node(struct __sk_buff *skb, struct pw_pkt *p,
 		pw_count(PW_FWD_DIRECT, p->hook, p->v6, skb->len);
 		return pw_send(skb, node->ifindex, p->v6 ? &node->nexthop6 : &node->nexthop);
 	}
-	if (p->kind == PW_KIND_FLOW && (p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV) &&
-	    pw_fits(skb, p, node) && !pw_encap(skb, p, node, f->key_hash, via)) {
+	if (p->kind != PW_KIND_ICMP_ERROR &&
+	    (p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV) && pw_fits(skb, p, node) &&
+	    !pw_encap(skb, p, node, f->key_hash, via)) {
 		pw_count(PW_FWD_ENCAP, p->hook, p->v6, skb->len);
 		return pw_send(skb, node->ifindex, &node->nexthop);
 	}
@@ -181,8 +182,9 @@ static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
 	return bpf_redirect(cfg_overlay_ifindex, BPF_F_INGRESS);
 }
 
-/* The stack takes the TTL of what it forwards itself. */
-static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f)
+/* The stack takes the TTL of what it forwards itself. later: see pw_rewrite. */
+static __always_inline int pw_act_on(struct __sk_buff *skb, struct pw_pkt *p,
+				     const struct pw_flow *f, int later)
 {
 	int dec = pw_is_ingress(p) && f->to.kind != PW_PLACE_HOST;
 	int err;
@@ -190,7 +192,7 @@ static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const
 	if (dec && p->ttl <= 1)
 		return pw_drop(skb, p, PW_DROP_TTL);
 	if (dec || f->flags & PW_F_XLATE) {
-		err = pw_rewrite(skb, p, f, dec);
+		err = pw_rewrite(skb, p, f, dec, later);
 		if (err)
 			return pw_drop(skb, p, err);
 	}
@@ -205,6 +207,11 @@ static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const
 		return pw_to_host(skb, p, f);
 	}
 	return pw_drop(skb, p, PW_DROP_NO_ROUTE);
+}
+
+static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f)
+{
+	return pw_act_on(skb, p, f, 0);
 }
 
 #endif

@@ -43,6 +43,39 @@ static __always_inline int pw_host_follows(struct __sk_buff *skb, struct pw_pkt 
 	       pw_service_lookup(&p->key.dst, 0, 0) || pw_answers_taken(&p->key, p->tcp_flags, 0);
 }
 
+static __always_inline int pw_is_vxlan(const struct pw_pkt *p)
+{
+	return p->key.proto == IPPROTO_UDP && p->key.dport == cfg_vxlan_port &&
+	       pw_is_tunnel_end(&p->key.dst);
+}
+
+/*
+ * From the wire: a service's address, or the answer to, or an error about,
+ * what left translated; or a call of the host itself that must be told from
+ * one of these.
+ */
+static __always_inline int pw_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	struct pw_flow *f;
+
+	if (p->kind == PW_KIND_ICMP_ERROR) {
+		/* A node may be the other end, or on the way. */
+		p->service = pw_error_is_ours(skb, p);
+		return p->service;
+	}
+	if (p->kind != PW_KIND_FLOW)
+		return 0;
+	f = pw_flow_find(&p->key);
+	if (f && f->flags & PW_F_XLATE) {
+		p->service = !(f->flags & PW_F_REPLY);
+		return 1;
+	}
+	p->service = pw_service_find(&p->key.dst, p->key.dport, p->key.proto, 1) ||
+		     pw_service_lookup(&p->key.dst, 0, 0) ||
+		     pw_answers_taken(&p->key, p->tcp_flags, 1);
+	return p->service;
+}
+
 /* The MTU of the tunnel that f's packets come by or go by; 0 = not known. */
 static __always_inline __u32 pw_tunnel_mtu(const struct pw_flow *f)
 {
@@ -102,12 +135,20 @@ __noinline int pw_over_limit(struct __sk_buff *skb, struct pw_pkt *p, const stru
 	return pw_exceeds(skb, p, f) != 0;
 }
 
-/* The slow path, in slow.c. */
+/*
+ * What tc_index has of a fragment that the kernel is to reassemble: a hook of
+ * ours has checked its source. The kernel copies it to what it makes of it.
+ */
+#define PW_FRAG_TAG 0x7077
+
+/* The slow path, in slow.c, and that of fragments, in fragment.c. */
 int slow(struct __sk_buff *skb);
+int fragment(struct __sk_buff *skb);
 
 enum pw_call {
 	PW_CALL_SLOW = 0,
-	PW_CALLS = 1,
+	PW_CALL_FRAGMENT = 1,
+	PW_CALLS = 2,
 };
 
 /*
@@ -121,7 +162,7 @@ struct {
 	__type(key, __u32);
 	__array(values, int(struct __sk_buff *));
 } pw_calls SEC(".maps") = {
-	.values = { [PW_CALL_SLOW] = &slow },
+	.values = { [PW_CALL_SLOW] = &slow, [PW_CALL_FRAGMENT] = &fragment },
 };
 
 /*
@@ -132,6 +173,24 @@ static __always_inline int pw_go_slow(struct __sk_buff *skb, struct pw_pkt *p, s
 {
 	s->pkt = *p;
 	bpf_tail_call(skb, &pw_calls, PW_CALL_SLOW);
+	return pw_drop(skb, p, PW_DROP_HELPER);
+}
+
+/* Did a hook of ours leave this, or parts of it, to the kernel's reassembly? */
+static __always_inline int pw_was_up(const struct __sk_buff *skb)
+{
+	return cfg_defrag && skb->tc_index == PW_FRAG_TAG;
+}
+
+/* The same for what the parser calls PW_DROP_FRAGMENT, and what was up. */
+static __always_inline int pw_go_fragment(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	struct pw_scratch *s = pw_get_scratch();
+
+	if (s) {
+		s->pkt = *p;
+		bpf_tail_call(skb, &pw_calls, PW_CALL_FRAGMENT);
+	}
 	return pw_drop(skb, p, PW_DROP_HELPER);
 }
 

@@ -9,39 +9,6 @@
 #include "decap.h"
 #include "follow.h"
 
-static __always_inline int pw_is_vxlan(const struct pw_pkt *p)
-{
-	return p->key.proto == IPPROTO_UDP && p->key.dport == cfg_vxlan_port &&
-	       pw_is_tunnel_end(&p->key.dst);
-}
-
-/*
- * A service's address, or the answer to, or an error about, what left
- * translated; or a call of the host itself that must be told from one of
- * these.
- */
-static __always_inline int pw_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
-{
-	struct pw_flow *f;
-
-	if (p->kind == PW_KIND_ICMP_ERROR) {
-		/* A node may be the other end, or on the way. */
-		p->service = pw_error_is_ours(skb, p);
-		return p->service;
-	}
-	if (p->kind != PW_KIND_FLOW)
-		return 0;
-	f = pw_flow_find(&p->key);
-	if (f && f->flags & PW_F_XLATE) {
-		p->service = !(f->flags & PW_F_REPLY);
-		return 1;
-	}
-	p->service = pw_service_find(&p->key.dst, p->key.dport, p->key.proto, 1) ||
-		     pw_service_lookup(&p->key.dst, 0, 0) ||
-		     pw_answers_taken(&p->key, p->tcp_flags, 1);
-	return p->service;
-}
-
 SEC("tc")
 int from_netdev(struct __sk_buff *skb)
 {
@@ -57,6 +24,8 @@ int from_netdev(struct __sk_buff *skb)
 	p.from.id = skb->ifindex;
 	if (!err && p.kind == PW_KIND_LINK)
 		return pw_pass(skb, &p);
+	if (err == PW_DROP_FRAGMENT)
+		return pw_go_fragment(skb, &p);
 	if (!err && pw_is_vxlan(&p)) {
 		v6 = p.v6;
 		act = pw_decap(skb, &p);

@@ -20,10 +20,12 @@ int from_overlay(struct __sk_buff *skb)
 	peer = pw_tunnel_source(skb, &p.from);
 	if (peer)
 		return pw_drop(skb, &p, peer);
-	if (err)
+	if (err && err != PW_DROP_FRAGMENT)
 		return pw_drop(skb, &p, err);
 	if (pw_has_via(skb, 0))
 		p.key.via = p.from.id;
+	if (err)
+		return pw_go_fragment(skb, &p);
 	/* Nobody's neighbour lives behind the tunnel. */
 	if (p.kind == PW_KIND_LINK)
 		return pw_drop(skb, &p, PW_DROP_MULTICAST);

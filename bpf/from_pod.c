@@ -10,6 +10,8 @@ int from_pod(struct __sk_buff *skb)
 
 	p.from.kind = PW_PLACE_POD;
 	p.from.id = skb->ifindex;
+	if (err == PW_DROP_FRAGMENT)
+		return pw_go_fragment(skb, &p);
 	if (err)
 		return pw_drop(skb, &p, err);
 	/* The link's own traffic: the host side answers or ignores it. */

@@ -12,8 +12,12 @@
 #include "flow.h"
 #include "nat.h"
 
-/* The embedded packet's tuple, turned round: the direction the error takes. */
-__noinline int pw_embedded(struct __sk_buff *skb, __u32 off, __u32 v6, struct pw_flow_key *k)
+/*
+ * The embedded packet's tuple, turned round: the direction the error takes. The
+ * error ends at end: what a short frame is padded with is no part of the quote.
+ */
+__noinline int pw_embedded(struct __sk_buff *skb, __u32 off, __u32 end, __u32 v6,
+			   struct pw_flow_key *k)
 {
 	__be16 ports[2] = {};
 	__u8 icmp[8];
@@ -47,12 +51,12 @@ __noinline int pw_embedded(struct __sk_buff *skb, __u32 off, __u32 v6, struct pw
 		off += ip.ihl * 4;
 	}
 	if (k->proto == IPPROTO_TCP || k->proto == IPPROTO_UDP || k->proto == PW_PROTO_SCTP) {
-		if (bpf_skb_load_bytes(skb, off, ports, sizeof(ports)))
+		if (off + sizeof(ports) > end || bpf_skb_load_bytes(skb, off, ports, sizeof(ports)))
 			return PW_DROP_MALFORMED;
 		k->dport = bpf_ntohs(ports[0]);
 		k->sport = bpf_ntohs(ports[1]);
 	} else if (k->proto == IPPROTO_ICMP || k->proto == IPPROTO_ICMPV6) {
-		if (bpf_skb_load_bytes(skb, off, icmp, sizeof(icmp)))
+		if (off + sizeof(icmp) > end || bpf_skb_load_bytes(skb, off, icmp, sizeof(icmp)))
 			return PW_DROP_MALFORMED;
 		/* Turned round: the request's identifier is the reply's dport. */
 		if (icmp[0] == (v6 ? PW_ICMP6_ECHO : PW_ICMP_ECHO))
@@ -75,7 +79,8 @@ __noinline int pw_error_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
 
 	if (!p || !s)
 		return 0;
-	if (pw_embedded(skb, p->l4 + sizeof(struct pw_icmphdr), p->v6, &s->embedded) ||
+	if (pw_embedded(skb, p->l4 + sizeof(struct pw_icmphdr), ETH_HLEN + pw_packet_len(skb, p),
+			p->v6, &s->embedded) ||
 	    !pw_addr_eq(&s->embedded.dst, &p->key.dst))
 		return 0;
 	f = pw_flow_find(&s->embedded);
@@ -226,7 +231,8 @@ __noinline int pw_icmp_error(struct __sk_buff *skb, struct pw_pkt *p)
 	err = pw_check_source(p, src);
 	if (err)
 		return err;
-	err = pw_embedded(skb, p->l4 + sizeof(struct pw_icmphdr), p->v6, &s->embedded);
+	err = pw_embedded(skb, p->l4 + sizeof(struct pw_icmphdr), ETH_HLEN + pw_packet_len(skb, p),
+			  p->v6, &s->embedded);
 	if (err)
 		return err;
 	/* From outside the cluster: of the flows that entered by the same node. */

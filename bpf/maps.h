@@ -36,6 +36,18 @@ struct {
 	__uint(pinning, LIBBPF_PIN_BY_NAME);
 } pw_churn SEC(".maps");
 
+/*
+ * Datagrams in fragments, written by the programs alone. Full: what is left of
+ * the one that began first is ahead of its first, as it were.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 16384);
+	__type(key, struct pw_frag_key);
+	__type(value, struct pw_frag);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_frags SEC(".maps");
+
 /* Generations. Full = the agent gives slot 1, shared by all that overflow. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);

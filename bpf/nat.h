@@ -152,9 +152,13 @@ static __always_inline int pw_write_l4(struct __sk_buff *skb, struct pw_pkt *p,
 	return 0;
 }
 
-/* Brings the packet into the form its flow says. Returns 0 or a reason. */
+/*
+ * Brings the packet into the form its flow says. Returns 0 or a reason. later:
+ * a fragment without the transport header. What its datagram's addresses
+ * change there is made up for in the first.
+ */
 static __always_inline int pw_rewrite(struct __sk_buff *skb, struct pw_pkt *p,
-				      const struct pw_flow *f, int dec)
+				      const struct pw_flow *f, int dec, int later)
 {
 	__u32 diff = 0;
 	int err;
@@ -165,6 +169,12 @@ static __always_inline int pw_rewrite(struct __sk_buff *skb, struct pw_pkt *p,
 	err = pw_write_l3(skb, p, f, diff, dec);
 	if (err || !(f->flags & PW_F_XLATE))
 		return err;
+	if (later) {
+		/* As in pw_write_l4. */
+		if (p->v6)
+			bpf_csum_update(skb, diff);
+		return 0;
+	}
 	return pw_write_l4(skb, p, f, diff);
 }
 

@@ -67,6 +67,8 @@ enum pw_kind {
 	PW_KIND_FLOW,     /* key is complete */
 	PW_KIND_ICMP_ERROR, /* l4 points at the ICMP header; ports are 0 */
 	PW_KIND_LINK,     /* ARP, neighbour discovery, MLD: the link's own */
+	PW_KIND_FIRST,    /* in the slow path: PW_KIND_FLOW, the first fragment */
+	PW_KIND_LATER,    /* the same of another, which has no transport header */
 };
 
 struct pw_pkt {
@@ -211,7 +213,9 @@ static __always_inline void pw_pull(struct __sk_buff *skb)
 	bpf_skb_pull_data(skb, want);
 }
 
-static __always_inline int pw_parse_ports(struct __sk_buff *skb, struct pw_pkt *p, __u32 l4_len)
+/* whole: not a first fragment, which has not all of its datagram. */
+static __always_inline int pw_parse_ports(struct __sk_buff *skb, struct pw_pkt *p, __u32 l4_len,
+					  int whole)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
 	void *h = data + (p->l4 & 0xff);
@@ -232,7 +236,7 @@ static __always_inline int pw_parse_ports(struct __sk_buff *skb, struct pw_pkt *
 			return PW_DROP_MALFORMED;
 		/* Under GSO 0 stands for more than 64 KiB. */
 		if (!skb->gso_size &&
-		    (bpf_ntohs(udp->len) < sizeof(*udp) || bpf_ntohs(udp->len) > l4_len))
+		    (bpf_ntohs(udp->len) < sizeof(*udp) || (whole && bpf_ntohs(udp->len) > l4_len)))
 			return PW_DROP_MALFORMED;
 		p->headers += sizeof(*udp);
 		p->key.sport = bpf_ntohs(udp->source);
@@ -289,7 +293,8 @@ static __always_inline int pw_parse_icmp(struct __sk_buff *skb, struct pw_pkt *p
 	return 0;
 }
 
-static __always_inline int pw_parse_l4(struct __sk_buff *skb, struct pw_pkt *p, __u32 l4_len)
+static __always_inline int pw_parse_l4(struct __sk_buff *skb, struct pw_pkt *p, __u32 l4_len,
+				       int whole)
 {
 	if (p->key.proto == IPPROTO_ICMP || p->key.proto == IPPROTO_ICMPV6) {
 		/* One family's ICMP inside the other is not a protocol. */
@@ -297,7 +302,7 @@ static __always_inline int pw_parse_l4(struct __sk_buff *skb, struct pw_pkt *p, 
 			return PW_DROP_MALFORMED;
 		return pw_parse_icmp(skb, p, l4_len);
 	}
-	return pw_parse_ports(skb, p, l4_len);
+	return pw_parse_ports(skb, p, l4_len, whole);
 }
 
 static __always_inline int pw_parse_v4(struct __sk_buff *skb, struct pw_pkt *p, __u32 base)
@@ -326,7 +331,7 @@ static __always_inline int pw_parse_v4(struct __sk_buff *skb, struct pw_pkt *p, 
 	p->kind = PW_KIND_NONE;
 	if (ip->frag_off & bpf_htons(PW_IP_MF_OFFSET))
 		return PW_DROP_FRAGMENT;
-	return pw_parse_l4(skb, p, total - header);
+	return pw_parse_l4(skb, p, total - header, 1);
 }
 
 static __always_inline int pw_is_extension(__u8 next)
@@ -409,7 +414,7 @@ static __always_inline int pw_parse_v6(struct __sk_buff *skb, struct pw_pkt *p, 
 	p->headers = off - base - ETH_HLEN;
 	if (off - payload_off > payload)
 		return PW_DROP_MALFORMED;
-	return pw_parse_l4(skb, p, payload - (off - payload_off));
+	return pw_parse_l4(skb, p, payload - (off - payload_off), 1);
 }
 
 /*

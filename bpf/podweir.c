@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /* The one translation unit: all hooks share maps, settings and BTF. */
 #include "ask.c"
+#include "fragment.c"
 #include "from_netdev.c"
 #include "from_overlay.c"
 #include "from_pod.c"
@@ -30,6 +31,7 @@ const volatile enum pw_peer_flags pw_btf_peer = PW_PEER_POD;
 const volatile enum pw_node_flags pw_btf_node = PW_NODE_DIRECT;
 const volatile enum pw_policy_kind pw_btf_policy = PW_POL_PORT;
 const volatile enum pw_table_flags pw_btf_table = PW_TABLE_DEFAULT;
+const volatile enum pw_frag_state pw_btf_frag = PW_FRAG_PORTS;
 const volatile enum pw_churn_row pw_btf_churn = PW_CHURN_COUNTED;
 const volatile enum pw_backend_state pw_btf_backend = PW_BE_IN;
 /* So does a struct that is no map's key or value. */

@@ -51,6 +51,8 @@ struct pw_scratch {
 	struct pw_flow_key embedded;
 	struct pw_flow_key twin; /* of the entry being looked at */
 	struct pw_flow_key arg;  /* see pw_key_arg */
+	struct pw_frag_key frag_key;
+	struct pw_frag frag;
 	struct pw_target src;
 	struct pw_target dst;
 	struct pw_draft draft;

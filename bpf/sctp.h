@@ -80,6 +80,9 @@ __noinline int pw_write_sctp(struct __sk_buff *skb, struct pw_pkt *p, const stru
 	change ^= h.ports;
 	if (!change)
 		return 0;
+	/* How long the whole is, the CRC's change depends on. */
+	if (p->kind == PW_KIND_FIRST)
+		return PW_DROP_FRAGMENT;
 	if (h.crc) {
 		/* The four bytes themselves count too: so all of the length. */
 		for (k = 0; k < PW_CRC_LENGTH_BITS; k++)

@@ -2,7 +2,7 @@
 /*
  * The slow path of every hook, which jumps here (see pw_calls) with its packet
  * in the scratch: a flow's first packet, one that its entry does not speak
- * for, and ICMP errors.
+ * for, and ICMP errors; fragments, when fragment.c has found their ports.
  */
 #include "answer.h"
 #include "decide.h"
@@ -73,6 +73,9 @@ __noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow
 										: PW_REVIEW_OK;
 		}
 	}
+	/* The first of its datagram has seen to that. */
+	if (p->kind == PW_KIND_LATER)
+		return PW_DROP_FRAGMENT;
 	if (!pw_flow_claim(&p->key, f, PW_SCRATCH_PACKET))
 		return PW_REVIEW_AGAIN;
 	pw_count(PW_FLOW_TAKEN_OVER, p->hook, p->v6, skb->len);
@@ -98,6 +101,8 @@ static __always_inline int pw_try(struct __sk_buff *skb, struct pw_pkt *p, int l
 		if (err != PW_REVIEW_FREE)
 			return err;
 	}
+	if (p->kind == PW_KIND_LATER)
+		return PW_DROP_FRAGMENT;
 	pw_count(PW_FLOW_MISS, p->hook, p->v6, skb->len);
 	err = pw_decide(skb, p);
 	if (err != PW_FLOW_RACE_LOST)
@@ -186,5 +191,5 @@ int slow(struct __sk_buff *skb)
 		if (s->fwd.to.kind == PW_PLACE_WIRE)
 			return pw_drop(skb, &p, PW_DROP_TOO_BIG);
 	}
-	return pw_act(skb, &p, &s->fwd);
+	return pw_act_on(skb, &p, &s->fwd, p.kind == PW_KIND_LATER);
 }

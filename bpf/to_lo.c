@@ -15,7 +15,11 @@ int to_lo(struct __sk_buff *skb)
 		return PW_NEXT;
 	err = pw_parse_from_stack(skb, &p);
 	/* Most of it by far, and never a service. */
-	if (err || pw_addr_is_loopback(&p.key.dst) || pw_addr_is_loopback(&p.key.src))
+	if (pw_addr_is_loopback(&p.key.dst) || pw_addr_is_loopback(&p.key.src))
+		return pw_pass(skb, &p);
+	if (err == PW_DROP_FRAGMENT)
+		return pw_go_fragment(skb, &p);
+	if (err)
 		return pw_pass(skb, &p);
 	if (!pw_host_follows(skb, &p))
 		return pw_pass(skb, &p);

@@ -13,9 +13,16 @@ int to_netdev(struct __sk_buff *skb)
 	struct pw_pkt p = { .hook = PW_TO_NETDEV };
 	int err;
 
-	if (pw_take_mark(skb) || skb->ingress_ifindex)
+	if (pw_take_mark(skb))
+		return PW_NEXT;
+	/* What the host forwards is not ours, but for what we left to its reassembly. */
+	if (skb->ingress_ifindex && !pw_was_up(skb))
 		return PW_NEXT;
 	err = pw_parse_from_stack(skb, &p);
+	if (err == PW_DROP_FRAGMENT || (!err && pw_was_up(skb)))
+		return pw_go_fragment(skb, &p);
+	if (pw_was_up(skb))
+		return pw_drop(skb, &p, err);
 	if (err)
 		return pw_pass(skb, &p);
 	/* The tunnel's own packets. */

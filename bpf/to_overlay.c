@@ -15,8 +15,10 @@ int to_overlay(struct __sk_buff *skb)
 	if (pw_take_mark(skb))
 		return PW_NEXT;
 	err = pw_parse_from_stack(skb, &p);
-	if (err)
+	if (err && err != PW_DROP_FRAGMENT)
 		return pw_drop(skb, &p, err);
+	if (err || pw_was_up(skb))
+		return pw_go_fragment(skb, &p);
 	/* The device has no neighbours to ask for. */
 	if (p.kind == PW_KIND_LINK)
 		return pw_drop(skb, &p, PW_DROP_MULTICAST);

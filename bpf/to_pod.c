@@ -15,8 +15,10 @@ int to_pod(struct __sk_buff *skb)
 	if (pw_take_mark(skb))
 		return PW_NEXT;
 	err = pw_parse_from_stack(skb, &p);
-	if (err)
+	if (err && err != PW_DROP_FRAGMENT)
 		return pw_drop(skb, &p, err);
+	if (err || pw_was_up(skb))
+		return pw_go_fragment(skb, &p);
 	if (p.kind == PW_KIND_LINK)
 		return pw_pass(skb, &p);
 	return pw_follow(skb, &p);

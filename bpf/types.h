@@ -57,11 +57,13 @@ enum pw_reason {
 	PW_MSS_CLAMPED = 23,     /* a SYN's MSS lowered to what the tunnel carries */
 	PW_SOCK_TRANSLATED = 24, /* connect() to a service went to a backend directly */
 	PW_EVENT_LOST = 25, /* a drop of which nobody was told: too many, or nobody reads */
+	PW_FRAGMENT_REASSEMBLY = 26, /* of a datagram that the kernel puts in order first */
 
 	/* Drops. */
 	PW_DROP_MALFORMED = 32,      /* truncated or inconsistent headers */
 	PW_DROP_UNKNOWN_L3 = 33,     /* neither IPv4, IPv6 nor ARP, from or to a pod */
-	PW_DROP_FRAGMENT = 34,       /* a fragment from or to a pod */
+	PW_DROP_FRAGMENT =
+		34,       /* its datagram's first was not let through, or it can't be followed */
 	PW_DROP_EXT_HEADERS = 35,    /* IPv6 extension headers beyond the bounded walk */
 	PW_DROP_V4_MAPPED = 36,      /* v4-mapped IPv6 address on the wire */
 	PW_DROP_SPOOFED_SOURCE = 37, /* a source address the sender does not own */
@@ -93,6 +95,7 @@ enum pw_reason {
 	PW_DROP_NO_SOURCE = 63,      /* no address of this node to send it under */
 	PW_DROP_NO_PORT = 64,        /* every source port tried is taken */
 	PW_DROP_STRAY = 65, /* RST or SYN-ACK of no flow that would need a port of ours */
+	PW_DROP_FRAGMENT_BEFORE_FIRST = 66, /* a fragment ahead of the one that has the ports */
 
 	PW_REASON_MAX = 128,
 };
@@ -230,6 +233,43 @@ enum pw_churn_row {
 	PW_CHURN_FOUND = 1,   /* by the agent: entries from before the counting */
 	PW_CHURN_ROWS = 2,
 };
+
+/* ---- fragments ------------------------------------------------------ */
+
+/*
+ * A datagram that arrives in fragments, as seen at one hook from one place:
+ * nobody else's fragments are taken for its. proto is 0 for IPv6, whose
+ * fragments are told by the identification alone (RFC 8200 4.5).
+ */
+struct pw_frag_key {
+	struct pw_addr src;
+	struct pw_addr dst;
+	__u32 id;
+	__u32 place; /* id of where it comes from; 0 for the wire, which is one place */
+	__u16 via;
+	__u8 proto;
+	__u8 kind; /* enum pw_place_kind */
+	__u8 hook; /* enum pw_hook */
+	__u8 pad[7];
+};
+PW_ASSERT_SIZE(struct pw_frag_key, 56);
+
+enum pw_frag_state {
+	PW_FRAG_PORTS = 1, /* the first was here: the rest follow the flow that ports name */
+	PW_FRAG_STACK = 2, /* one was ahead of it: the kernel puts all of them together */
+	PW_FRAG_SPLIT = 3, /* one was ahead of it, and dropped, or passed as the host's */
+	PW_FRAG_HOST = 4, /* the host's own: the first said so */
+};
+
+struct pw_frag {
+	__u64 seen; /* when this was written */
+	__u16 sport;
+	__u16 dport;
+	__u16 head; /* bytes of the datagram that the first's headers take */
+	__u8 proto;
+	__u8 state; /* enum pw_frag_state */
+};
+PW_ASSERT_SIZE(struct pw_frag, 16);
 
 /* ---- services ------------------------------------------------------- */
 

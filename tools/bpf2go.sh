@@ -18,7 +18,7 @@ types=(pw_addr pw_counter pw_churn_count pw_flow_key pw_flow pw_place pw_gen_ref
 	pw_service_key pw_service pw_backend_key pw_backend pw_endpoint pw_peer
 	pw_prefix_key pw_node pw_policy_key pw_policy_entry
 	pw_backend_st_key pw_maglev_key pw_maglev_slots pw_affinity_key pw_affinity_entry
-	pw_src_range_key pw_dev_addr pw_sock_asked pw_ask pw_ask_half pw_event)
+	pw_frag_key pw_frag pw_src_range_key pw_dev_addr pw_sock_asked pw_ask pw_ask_half pw_event)
 args=()
 for t in "${types[@]}"; do args+=(-type "$t"); done
 

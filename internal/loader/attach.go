@@ -266,7 +266,11 @@ func (d *Datapath) Verify(ctx context.Context) ([]string, error) {
 	for _, what := range missing {
 		repaired = append(repaired, what+" was detached, attached again")
 	}
-	errs = append(errs, err, d.pinCalls(d.objs.PwCalls), d.dropCalls())
+	missingDefrag, defragErr := d.verifyDefrag()
+	for _, what := range missingDefrag {
+		repaired = append(repaired, what+" was not pinned, attached again")
+	}
+	errs = append(errs, err, defragErr, d.pinCalls(d.objs.PwCalls), d.dropCalls())
 	return repaired, errors.Join(errs...)
 }
 
@@ -279,6 +283,9 @@ func (d *Datapath) adoptLinks(ctx context.Context) error {
 		return fmt.Errorf("list pinned links: %w", err)
 	}
 	for _, e := range entries {
+		if isDefragPin(e.Name()) {
+			continue // this very load's
+		}
 		path := filepath.Join(dir, e.Name())
 		key, ok := parsePin(e.Name())
 		socket, isSocket := parseSocketPin(e.Name())

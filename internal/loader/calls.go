@@ -76,7 +76,12 @@ func (d *Datapath) dropCalls() error {
 	return errors.Join(errs...)
 }
 
-// mapsInUse returns the maps of all loaded programs, whosever they are.
+// fragmentProgram is in pw_calls and goes on from there to the slow path: a use
+// of the map that lasts as long as the map, and says nothing of hooks.
+const fragmentProgram = "fragment"
+
+// mapsInUse returns the maps of all loaded programs, whosever they are, but for
+// those of [fragmentProgram].
 func mapsInUse() (map[ebpf.MapID]bool, error) {
 	used := make(map[ebpf.MapID]bool)
 	for id := ebpf.ProgramID(0); ; {
@@ -110,6 +115,9 @@ func mapsOf(id ebpf.ProgramID) ([]ebpf.MapID, error) {
 	info, err := p.Info()
 	if err != nil {
 		return nil, err
+	}
+	if info.Name == fragmentProgram {
+		return nil, nil
 	}
 	ids, _ := info.MapIDs()
 	return ids, nil

@@ -40,6 +40,7 @@ type Config struct {
 	FlowsMax       uint32 // entries of pw_flows, two a flow
 	FlowsNewMax    uint32 // entries of pw_flows_new
 	ForceClsact    bool   // do not use tcx even where the kernel has it
+	Defrag         bool   // the kernel reassembles what is left to it; Load finds out
 	Log            *slog.Logger
 }
 
@@ -55,6 +56,7 @@ type Datapath struct {
 	clsact   bool
 	cgroup   string // whose sockets are translated, "" = none
 	sockets  map[socketHook]link.Link
+	defrag   []link.Link
 }
 
 // Load loads the programs, reusing the pinned maps, and replaces the
@@ -81,14 +83,18 @@ func Load(ctx context.Context, cfg Config) (*Datapath, error) {
 			return nil, fmt.Errorf("create pin folder %s: %w", dir, err)
 		}
 	}
-	spec, err := Spec(cfg)
-	if err != nil {
-		return nil, err
-	}
 	d := &Datapath{
 		cfg: cfg, log: cfg.Log,
 		attached: make(map[hookKey]*attachment), clsact: cfg.ForceClsact,
 		sockets: make(map[socketHook]link.Link),
+	}
+	var err error
+	if d.cfg.Defrag, err = d.attachDefrag(); err != nil {
+		return nil, err
+	}
+	spec, err := Spec(d.cfg)
+	if err != nil {
+		return nil, err
 	}
 	if err := d.dropIncompatible(spec); err != nil {
 		return nil, err
@@ -132,6 +138,7 @@ func Spec(cfg Config) (*ebpf.CollectionSpec, error) {
 	set("cfg_events_per_sec", cfg.NoEvents, uint32(0))
 	set("cfg_masquerade", cfg.NoMasquerade, uint8(0))
 	set("cfg_snat", cfg.SNAT, uint8(1))
+	set("cfg_defrag", cfg.Defrag, uint8(1))
 	if cfg.NodePortMin != 0 {
 		low, high, e := SourcePorts(cfg.NodePortMin, cfg.NodePortMax)
 		if e != nil {
@@ -246,7 +253,7 @@ func (d *Datapath) Close() error {
 		errs = append(errs, l.Close())
 	}
 	d.sockets = make(map[socketHook]link.Link)
-	return errors.Join(append(errs, d.objs.Close())...)
+	return errors.Join(append(errs, d.closeDefrag(), d.objs.Close())...)
 }
 
 // Sweep removes those of the flows named that are idle for longer than their

@@ -35,6 +35,7 @@ type Set struct {
 	SrcRanges     Map[SrcRangeKey, uint32]
 	DevAddrs      Map[uint32, DevAddrs]
 	SockRev       Map[uint64, SockAsked] // by socket cookie
+	Frags         Map[FragKey, Frag]     // datagrams in fragments
 	Churn         *Churn
 	Metrics       *Metrics
 	Events        *Events // of [NewSet] alone: nobody else may read them
@@ -62,6 +63,7 @@ func NewSet(o *bpf.DpMaps) Set {
 		SrcRanges:     Wrap[SrcRangeKey, uint32](o.PwSrcRanges, bpf.DpMapPwSrcRanges),
 		DevAddrs:      Wrap[uint32, DevAddrs](o.PwDevAddrs, bpf.DpMapPwDevAddrs),
 		SockRev:       Wrap[uint64, SockAsked](o.PwSockRev, bpf.DpMapPwSockRev),
+		Frags:         Wrap[FragKey, Frag](o.PwFrags, bpf.DpMapPwFrags),
 		Churn:         NewChurn(o.PwChurn),
 		Metrics:       NewMetrics(o.PwMetrics),
 		Events:        NewEvents(o.PwEvents),
@@ -111,6 +113,7 @@ func OpenPinned(dir string, readOnly bool) (Set, error) {
 		{bpf.DpMapPwSrcRanges, &o.PwSrcRanges},
 		{bpf.DpMapPwDevAddrs, &o.PwDevAddrs},
 		{bpf.DpMapPwSockRev, &o.PwSockRev},
+		{bpf.DpMapPwFrags, &o.PwFrags},
 		{bpf.DpMapPwChurn, &o.PwChurn},
 		{bpf.DpMapPwMetrics, &o.PwMetrics},
 	} {
@@ -137,5 +140,5 @@ func (s Set) Close() error {
 		s.Backends.Close(), s.Endpoints.Close(), s.Addrs.Close(), s.Prefixes.Close(), s.Nodes.Close(),
 		s.NodeIDs.Close(), s.Policy.Close(), s.PortClass.Close(),
 		s.BackendStates.Close(), s.Maglev.Close(), s.Affinity.Close(), s.AffinityIn.Close(), s.SrcRanges.Close(),
-		s.DevAddrs.Close(), s.SockRev.Close(), s.Churn.Close(), s.Metrics.Close(), s.Events.Close())
+		s.DevAddrs.Close(), s.SockRev.Close(), s.Frags.Close(), s.Churn.Close(), s.Metrics.Close(), s.Events.Close())
 }

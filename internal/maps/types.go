@@ -38,6 +38,8 @@ type (
 	SrcRangeKey     = bpf.DpPwSrcRangeKey
 	DevAddrs        = bpf.DpPwDevAddr
 	SockAsked       = bpf.DpPwSockAsked
+	FragKey         = bpf.DpPwFragKey
+	Frag            = bpf.DpPwFrag
 	Reason          = bpf.DpPwReason
 	Hook            = bpf.DpPwHook
 )

@@ -13,6 +13,7 @@
 //     through two entry nodes or two services.
 //   - flood_test.go: floods beside established flows. The benchmark there is
 //     the same with a million packets of each kind.
+//   - fragment_test.go: large datagrams, and fragments in any order.
 //   - agent_test.go: agents killed under load.
 //
 // # Contract

@@ -101,9 +101,9 @@ func specimens(src, dst netip.Addr) []specimen {
 			specimen{"header length 16", "drop_malformed", whole(17, body, func(h []byte) { h[0] = 0x44 }), 0},
 			specimen{"header length beyond the packet", "drop_malformed", whole(17, body[:10], func(h []byte) { h[0] = 0x4f }), 0},
 			specimen{"total length below the header", "drop_malformed", whole(17, body, func(h []byte) { h[2], h[3] = 0, 19 }), 0},
-			specimen{"first fragment", "drop_fragment", whole(17, body, func(h []byte) { h[6] = 0x20 }), 0},
-			specimen{"later fragment", "drop_fragment", whole(17, body, func(h []byte) { h[7] = 10 }), 0},
-			specimen{"last fragment of a tiny first", "drop_fragment", whole(6, body, func(h []byte) { h[7] = 1 }), 0},
+			specimen{"a fragment that ends anywhere", "drop_malformed", whole(17, body[:21], func(h []byte) { h[6] = 0x20 }), 0},
+			specimen{"a first fragment with half a header", "drop_malformed", whole(6, segment(5, "")[:8], func(h []byte) { h[6] = 0x20 }), 0},
+			specimen{"a fragment beyond 64 KiB", "drop_malformed", whole(17, body, func(h []byte) { h[6], h[7] = 0x1f, 0xff }), 0},
 		)
 	}
 	dest := func(next uint8) []byte { return []byte{next, 0, 1, 4, 0, 0, 0, 0} }
@@ -119,9 +119,11 @@ func specimens(src, dst netip.Addr) []specimen {
 		return append(b, rest...)
 	}
 	return append(out,
-		specimen{"first fragment", "drop_fragment", whole(44, append([]byte{17, 0, 0, 1, 0, 0, 0, 9}, body...), nil), 0},
-		specimen{"later fragment", "drop_fragment", whole(44, append([]byte{17, 0, 0, 0x50, 0, 0, 0, 9}, body...), nil), 0},
-		specimen{"fragment behind options", "drop_fragment", whole(60, append(dest(44), append([]byte{17, 0, 0, 1, 0, 0, 0, 9}, body...)...), nil), 0},
+		specimen{"a fragment that ends anywhere", "drop_malformed", whole(44, append([]byte{17, 0, 0, 1, 0, 0, 0, 9}, body[:21]...), nil), 0},
+		specimen{"the same behind options", "drop_malformed", whole(60, append(dest(44), append([]byte{17, 0, 0, 1, 0, 0, 0, 9}, body[:21]...)...), nil), 0},
+		specimen{"a first fragment with half a header", "drop_malformed", whole(44, append([]byte{6, 0, 0, 1, 0, 0, 0, 9}, segment(5, "")[:8]...), nil), 0},
+		specimen{"a first fragment with options alone", "drop_malformed", whole(44, append([]byte{60, 0, 0, 1, 0, 0, 0, 9}, dest(17)...), nil), 0},
+		specimen{"a fragment beyond 64 KiB", "drop_malformed", whole(44, append([]byte{17, 0, 0xff, 0xf8, 0, 0, 0, 9}, body...), nil), 0},
 		specimen{"seven extension headers", "drop_ext_headers", whole(60, chain(7, 60, 17, body), nil), 0},
 		specimen{"twenty extension headers", "drop_ext_headers", whole(60, chain(20, 60, 17, body), nil), 0},
 		specimen{"an extension header longer than is looked at", "drop_ext_headers", whole(60, append(append([]byte{17, 30, 1, 244}, make([]byte, 244)...), body...), nil), 0},

@@ -29,7 +29,13 @@ func dropCases() []dropCase {
 			return w.run(w.at(fromPod, ethernet(0x88cc, make([]byte, 46))))
 		}},
 		{why: bpf.DpPwReasonPW_DROP_FRAGMENT, fire: func(w *world) *result {
-			return w.run(w.at(fromPod, w.fragment(udp(ap(w.f.client, 1), ap(w.f.local, 2)), 0, true)))
+			// An answer alone, whose first part finds no flow.
+			fr := tcp(ap(w.f.client, 1), ap(w.f.local, 2), syn|ack).with(string(pattern(76)))
+			w.run(w.at(fromPod, w.fragment(fr, 0, true))).ended(fwdLocal)
+			return w.run(w.at(fromPod, w.fragment(fr, 96, false)))
+		}},
+		{why: bpf.DpPwReasonPW_DROP_FRAGMENT_BEFORE_FIRST, fire: func(w *world) *result {
+			return w.run(w.at(fromPod, w.fragment(udp(ap(w.f.client, 1), ap(w.f.local, 2)), 16, false)))
 		}},
 		{why: bpf.DpPwReasonPW_DROP_EXT_HEADERS, v6: true, fire: func(w *world) *result {
 			pkt := udp(ap(w.f.client, 1), ap(w.f.local, 2)).bytes(w.t)

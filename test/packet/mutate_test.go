@@ -19,7 +19,7 @@ func (w *world) seeds(h hook) [][]byte {
 				extension{kind: 44, bytes: 8}, extension{kind: 51, bytes: 24}))
 		}
 		fr.payload = make([]byte, 30)
-		out = append(out, w.fragment(fr, 8, true))
+		out = append(out, w.fragment(fr, 0, true), w.fragment(fr, 8, true), w.fragment(fr, 1480, false))
 		src, dst := fr.src.Addr(), fr.dst.Addr()
 		out = append(out, icmpError(w.t, src, dst, fr.back().bytes(w.t)))
 		for _, vip := range []uint16{svcPort, sctpPort} {

@@ -15,7 +15,6 @@ import (
 const (
 	malformed   = bpf.DpPwReasonPW_DROP_MALFORMED
 	unknownL3   = bpf.DpPwReasonPW_DROP_UNKNOWN_L3
-	fragmented  = bpf.DpPwReasonPW_DROP_FRAGMENT
 	extHeaders  = bpf.DpPwReasonPW_DROP_EXT_HEADERS
 	v4Mapped    = bpf.DpPwReasonPW_DROP_V4MAPPED
 	multicasted = bpf.DpPwReasonPW_DROP_MULTICAST
@@ -231,28 +230,6 @@ func TestExtensionHeaders(t *testing.T) {
 			w.expect(h, cut, malformed)
 		}
 	}
-}
-
-// Fragments carry no ports, or not all of the datagram: not to or from pods.
-func TestFragments(t *testing.T) {
-	both(t, func(t *testing.T, w *world) {
-		for _, h := range hooks() {
-			for _, fr := range w.proper(h) {
-				fr.payload = make([]byte, 64)
-				for _, c := range []struct {
-					offset uint16
-					more   bool
-				}{{0, true}, {8, true}, {1480, false}, {0xfff8 / 8 * 8, false}} {
-					w.expect(h, w.fragment(fr, c.offset, c.more), fragmented)
-				}
-			}
-		}
-		// The node's own, outer VXLAN included, is the kernel's affair.
-		fr := udp(ap(w.f.nodeB, 1), ap(w.f.nodeA, 4789))
-		w.expect(fromNetdev, w.fragment(fr, 0, true), passed)
-		w.expect(fromNetdev, fr.bytes(t), passed)
-		w.expect(fromNetdev, tcp(ap(w.f.world, 1), ap(w.f.nodeA, 22), syn).bytes(t), passed)
-	})
 }
 
 // What is neither IPv4 nor IPv6 is none of a pod's business.

@@ -158,6 +158,7 @@ func (w *world) fill() {
 	s := &w.set
 	clear(w, s.Flows)
 	clear(w, s.FlowsNew)
+	clear(w, s.Frags)
 	clear(w, s.Services)
 	clear(w, s.Backends)
 	clear(w, s.Endpoints)

@@ -1,0 +1,516 @@
+package engine
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/internal/tunnel"
+	"github.com/podweir/podweir/test/cluster"
+)
+
+// fragments cuts a frame into fragments of at most this much of the datagram.
+func fragments(frame []byte, id uint32, size int) [][]byte {
+	size &^= 7
+	head := 34
+	v6 := frame[12] == 0x86
+	if v6 {
+		head = 54
+	}
+	var out [][]byte
+	for off := head; off < len(frame); off += size {
+		part := frame[off:min(off+size, len(frame))]
+		at, more := uint16(off-head), off+size < len(frame)
+		f := slices.Clone(frame[:head])
+		if v6 {
+			h := []byte{f[20], 0, 0, 0, 0, 0, 0, 0}
+			f[20] = 44
+			if more {
+				at |= 1
+			}
+			binary.BigEndian.PutUint16(h[2:], at)
+			binary.BigEndian.PutUint32(h[4:], id)
+			f = append(f, h...)
+			binary.BigEndian.PutUint16(f[18:], uint16(8+len(part)))
+		} else {
+			at /= 8
+			if more {
+				at |= 0x2000
+			}
+			binary.BigEndian.PutUint16(f[16:], uint16(20+len(part)))
+			binary.BigEndian.PutUint16(f[18:], uint16(id))
+			binary.BigEndian.PutUint16(f[20:], at)
+			f[24], f[25] = 0, 0
+			binary.BigEndian.PutUint16(f[24:], folded(words(f[14:34])))
+		}
+		out = append(out, append(f, part...))
+	}
+	return out
+}
+
+// fragmented is a service by cluster IP and NodePort, for UDP.
+func (w *world) fragmented(t *testing.T, ctx context.Context, name, v4, v6 string, nodePort int32, pods ...backend) {
+	t.Helper()
+	objs := service(name, v4, v6, pods...)
+	svc := objs[0].(*corev1.Service)
+	svc.Spec.Type = corev1.ServiceTypeNodePort
+	for i := range svc.Spec.Ports {
+		svc.Spec.Ports[i].NodePort = nodePort + int32(i)
+	}
+	ok(t, w.Manifests.Put(objs...))
+	t.Cleanup(func() {
+		ok(t, w.Manifests.Delete(objs...))
+		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+		defer cancel()
+		w.awaitService(t, ctx, v4, v6, -1)
+	})
+	w.awaitService(t, ctx, v4, v6, len(pods))
+	for _, n := range w.Nodes {
+		set := mapsOf(t, n)
+		for _, any := range []string{"0.0.0.0", "::"} {
+			eventually(t, ctx, func() error {
+				_, found, err := set.Services.Get(maps.ServiceKey{Addr: maps.ToAddr(netip.MustParseAddr(any)), Port: uint16(nodePort + 1), Proto: maps.ProtoUDP})
+				if err != nil || !found {
+					return fmt.Errorf("%s: no NodePort yet: %v", n.NodeName, err)
+				}
+				return nil
+			})
+		}
+	}
+}
+
+// nodeAddr is a node's address of a family.
+func nodeAddr(f family, n *cluster.Node) netip.Addr {
+	for _, p := range n.Config.Addrs {
+		if p.Addr().Is4() == (f.name == "ipv4") {
+			return p.Addr()
+		}
+	}
+	return netip.Addr{}
+}
+
+var (
+	extOf = func(f family) netip.Addr { return f.pick("172.31.0.1", "fd00:172:31::1") }
+	sizes = []int{2000, 4000, 8000, 40000}
+)
+
+// Datagrams that leave their sender in fragments arrive whole, and so do the
+// answers, whatever way their flow goes (N11).
+func TestLargeDatagrams(t *testing.T) {
+	w := shared(t)
+	ctx := within(t, 2*time.Minute)
+	w.fragmented(t, ctx, "big-remote", "10.98.11.1", "fd00:10:98::b1", 30110, w.remote)
+	w.fragmented(t, ctx, "big-local", "10.98.11.2", "fd00:10:98::b2", 30120, w.local)
+	w.fragmented(t, ctx, "big-self", "10.98.11.3", "fd00:10:98::b3", 30130, w.client)
+	for _, f := range families {
+		a, client := nodeAddr(f, w.a), f.of(w.client)
+		for _, c := range []struct {
+			what   string
+			from   *cluster.Netns
+			to     netip.Addr
+			port   uint16
+			server *cluster.Netns
+			at     netip.Addr
+			number uint16
+			source netip.Addr // that the server sees
+		}{
+			{"pod to pod", w.client.Netns, f.of(w.local), serverPort, w.local.Netns, f.of(w.local), serverPort, client},
+			{"pod to remote pod", w.client.Netns, f.of(w.remote), serverPort, w.remote.Netns, f.of(w.remote), serverPort, client},
+			{"cluster IP, remote backend", w.client.Netns, f.pick("10.98.11.1", "fd00:10:98::b1"), 80, w.remote.Netns, f.of(w.remote), serverPort, client},
+			{"cluster IP, local backend", w.client.Netns, f.pick("10.98.11.2", "fd00:10:98::b2"), 80, w.local.Netns, f.of(w.local), serverPort, client},
+			{"a pod to itself", w.client.Netns, f.pick("10.98.11.3", "fd00:10:98::b3"), 80, w.client.Netns, client, serverPort, a},
+			{"pod to another node's NodePort", w.client.Netns, nodeAddr(f, w.b), 30111, w.remote.Netns, f.of(w.remote), serverPort, client},
+			{"masqueraded", w.client.Netns, extOf(f), 7777, w.Ext, extOf(f), 7777, a},
+			{"to the other node", w.client.Netns, nodeAddr(f, w.b), 7778, w.b.Netns, nodeAddr(f, w.b), 7778, a},
+			{"to the own node", w.client.Netns, a, 7778, w.a.Netns, a, 7778, client},
+			{"outside to NodePort, remote backend", w.Ext, a, 30111, w.remote.Netns, f.of(w.remote), serverPort, extOf(f)},
+			{"outside to NodePort, local backend", w.Ext, a, 30121, w.local.Netns, f.of(w.local), serverPort, extOf(f)},
+			{"host to its pod", w.a.Netns, f.of(w.local), serverPort, w.local.Netns, f.of(w.local), serverPort, a},
+			{"host to remote pod", w.a.Netns, f.of(w.remote), serverPort, w.remote.Netns, f.of(w.remote), serverPort, a},
+			{"host to cluster IP, remote backend", w.a.Netns, f.pick("10.98.11.1", "fd00:10:98::b1"), 80, w.remote.Netns, f.of(w.remote), serverPort, a},
+			{"host to cluster IP, local backend", w.a.Netns, f.pick("10.98.11.2", "fd00:10:98::b2"), 80, w.local.Netns, f.of(w.local), serverPort, a},
+		} {
+			t.Run(f.name+" "+c.what, func(t *testing.T) {
+				before, beforeB := counters(t, w.a), counters(t, w.b)
+				seen := make(chan netip.Addr, 100)
+				server := udp(t, c.server, port(c.at, c.number), "", nil)
+				defer server.Close()
+				go func() {
+					buf := make([]byte, 64<<10)
+					for {
+						n, from, err := server.ReadFromUDPAddrPort(buf)
+						if err != nil {
+							return
+						}
+						seen <- from.Addr().Unmap()
+						_, _ = server.WriteToUDPAddrPort(buf[:n], from)
+					}
+				}()
+				u := udp(t, c.from, "", port(c.to, c.port), nil)
+				defer u.Close()
+				buf, tooBig := make([]byte, 64<<10), 0
+				for i, size := range append(sizes, sizes...) {
+					want := bytesOf(byte(i), size)
+					_, err := u.Write(want)
+					ok(t, err)
+					ok(t, u.SetReadDeadline(soon()))
+					n, err := u.Read(buf)
+					if errors.Is(err, unix.EMSGSIZE) && c.from == w.Ext {
+						// The tunnel's MTU, which its host knows by now.
+						_, err = u.Write(want)
+						ok(t, err)
+						tooBig++
+						n, err = u.Read(buf)
+					}
+					if err != nil || !bytes.Equal(buf[:n], want) {
+						t.Fatalf("datagram of %d bytes: %d came back, %v; node-a %v, node-b %v", size, n, err,
+							counters(t, w.a).since(before), counters(t, w.b).since(beforeB))
+					}
+					if from := <-seen; from != c.source {
+						t.Errorf("the server sees %v, want %v", from, c.source)
+					}
+				}
+				if tooBig > 1 {
+					t.Errorf("the sender was told the MTU %d times", tooBig)
+				}
+				for n, d := range map[string]counts{"node-a": counters(t, w.a).since(before).drops(), "node-b": counters(t, w.b).since(beforeB).drops()} {
+					for k, v := range d {
+						// The rest of what was too large.
+						if tooBig > 0 && (k == "drop_too_big/from_netdev" || k == "drop_fragment_before_first/from_overlay") {
+							continue
+						}
+						t.Errorf("%s: %s %d", n, k, v)
+					}
+				}
+			})
+		}
+		for what, to := range map[string]netip.Addr{
+			"local": f.of(w.local), "remote": f.of(w.remote), "outside": extOf(f), "own node": a, "other node": nodeAddr(f, w.b),
+		} {
+			t.Run(f.name+" ping "+what, func(t *testing.T) {
+				p, err := w.client.Ping(ctx, to.String(), "-size", "4000")
+				if err != nil || p.Received != 1 {
+					t.Errorf("large ping to %v: %+v, %v", to, p, err)
+				}
+			})
+		}
+	}
+	checksumErrors(t, w.client.Netns, w.local.Netns, w.remote.Netns)
+}
+
+// orders are ways in which the fragments of two datagrams can arrive.
+func orders(a, b [][]byte) map[string][][]byte {
+	rev := func(f [][]byte) [][]byte { r := slices.Clone(f); slices.Reverse(r); return r }
+	var mixed, reversed [][]byte
+	for i := range a {
+		mixed = append(mixed, a[i], b[i])
+		reversed = append(reversed, a[len(a)-1-i], b[len(b)-1-i])
+	}
+	return map[string][][]byte{
+		"in order":              slices.Concat(a, b),
+		"interleaved":           mixed,
+		"reversed":              slices.Concat(rev(a), rev(b)),
+		"reversed, interleaved": reversed,
+		"second before first":   slices.Concat([][]byte{a[1], a[0]}, a[2:], [][]byte{b[1], b[0]}, b[2:]),
+		"first last":            slices.Concat(a[1:], a[:1], b[1:], b[:1]),
+		"one reversed":          slices.Concat(a, rev(b)),
+	}
+}
+
+// Fragments in any order, of several datagrams at a time: translated and
+// judged as one (N11). Where the kernel must put them in order first, it does.
+func TestFragmentsInAnyOrder(t *testing.T) {
+	w := shared(t)
+	ctx := within(t, 2*time.Minute)
+	w.fragmented(t, ctx, "any-remote", "10.98.11.4", "fd00:10:98::b4", 30140, w.remote)
+	w.fragmented(t, ctx, "any-local", "10.98.11.5", "fd00:10:98::b5", 30150, w.local)
+	raw, gw := rawSocket(t, w.client.Netns, "eth0"), hostMAC(t, w.client)
+	id := uint32(1000)
+	for _, f := range families {
+		client := f.of(w.client)
+		for _, c := range []struct {
+			what   string
+			to     netip.Addr
+			port   uint16
+			server *cluster.Netns
+			at     netip.Addr
+			number uint16
+			source netip.Addr
+		}{
+			{"pod to pod", f.of(w.local), serverPort, w.local.Netns, f.of(w.local), serverPort, client},
+			{"pod to remote pod", f.of(w.remote), serverPort, w.remote.Netns, f.of(w.remote), serverPort, client},
+			{"cluster IP, remote backend", f.pick("10.98.11.4", "fd00:10:98::b4"), 80, w.remote.Netns, f.of(w.remote), serverPort, client},
+			{"cluster IP, local backend", f.pick("10.98.11.5", "fd00:10:98::b5"), 80, w.local.Netns, f.of(w.local), serverPort, client},
+			{"another node's NodePort", nodeAddr(f, w.b), 30141, w.remote.Netns, f.of(w.remote), serverPort, client},
+			{"masqueraded", extOf(f), 7777, w.Ext, extOf(f), 7777, nodeAddr(f, w.a)},
+		} {
+			t.Run(f.name+" "+c.what, func(t *testing.T) {
+				server := udp(t, c.server, port(c.at, c.number), "", nil)
+				defer server.Close()
+				for _, last := range []int{0, 8} { // the last fragment's length: as it comes, or eight bytes
+					size := 4000
+					if last != 0 {
+						size = 2*1400 + last - 8
+					}
+					for name := range orders([][]byte{nil, nil, nil}, [][]byte{nil, nil, nil}) {
+						p := packet{
+							srcMAC: raw.mac, dstMAC: gw, src: client, dst: c.to, sport: w.port(), dport: c.port, proto: 17,
+						}
+						var cut [2][][]byte
+						missing := map[string]bool{}
+						for i := range cut {
+							id++
+							p.payload = bytesOf(byte(id), size)
+							missing[string(p.payload)] = true
+							cut[i] = fragments(p.frame(), id, 1400)
+						}
+						before, beforeB := counters(t, w.a), counters(t, w.b)
+						for _, frame := range orders(cut[0], cut[1])[name] {
+							ok(t, raw.send(frame))
+						}
+						for len(missing) > 0 {
+							if !arrives(t, server, missing, c.source) {
+								t.Fatalf("%s, %d bytes: %d datagrams missing; node-a %v, node-b %v", name, size, len(missing),
+									counters(t, w.a).since(before), counters(t, w.b).since(beforeB))
+							}
+						}
+						got := counters(t, w.a).since(before)
+						if up := got["fragment_reassembly/from_pod"]; (up != 0) != (name != "in order" && name != "interleaved") {
+							t.Errorf("%s: %d fragments went to the kernel's reassembly", name, up)
+						}
+						for k, v := range got.drops() {
+							t.Errorf("%s: %s %d", name, k, v)
+						}
+					}
+				}
+			})
+		}
+	}
+}
+
+// arrives reads one datagram that is missing.
+func arrives(t *testing.T, server *net.UDPConn, missing map[string]bool, source netip.Addr) bool {
+	t.Helper()
+	buf := make([]byte, 64<<10)
+	ok(t, server.SetReadDeadline(soon()))
+	n, from, err := server.ReadFromUDPAddrPort(buf)
+	if err != nil {
+		return false
+	}
+	if !missing[string(buf[:n])] {
+		t.Fatalf("a datagram of %d bytes that nobody sent", n)
+	}
+	if got := from.Addr().Unmap(); got != source {
+		t.Errorf("the server sees %v, want %v", got, source)
+	}
+	delete(missing, string(buf[:n]))
+	return true
+}
+
+// cutUDP are the fragments of a datagram.
+func cutUDP(p packet, id uint32, size int) (payload []byte, cut [][]byte) {
+	p.proto, p.payload = 17, bytesOf(byte(id), size)
+	return p.payload, fragments(p.frame(), id, 1400)
+}
+
+func reversed(f [][]byte) [][]byte {
+	r := slices.Clone(f)
+	slices.Reverse(r)
+	return r
+}
+
+// until waits for counters that amount to that.
+func until(t *testing.T, n *cluster.Node, before counts, want int, what ...string) {
+	t.Helper()
+	eventually(t, within(t, 20*time.Second), func() error {
+		got, sum := counters(t, n).since(before), 0
+		for _, w := range what {
+			sum += got[w]
+		}
+		if sum != want {
+			return fmt.Errorf("%s: %d, want %d; all: %v", what, sum, want, got)
+		}
+		return nil
+	})
+}
+
+// A denied datagram is denied in any order of its fragments, at once on a
+// flow that runs, and passes when it is allowed again.
+func TestPolicyJudgesFragments(t *testing.T) {
+	w := shared(t)
+	ctx := within(t, 2*time.Minute)
+	raw, gw := rawSocket(t, w.client.Netns, "eth0"), hostMAC(t, w.client)
+	policy := denyIngress("local")
+	t.Cleanup(func() { _ = w.Manifests.Delete(policy) })
+	id := uint32(5000)
+	for _, f := range families {
+		t.Run(f.name, func(t *testing.T) {
+			server := udp(t, w.local.Netns, port(f.of(w.local), serverPort), "", nil)
+			defer server.Close()
+			p := packet{srcMAC: raw.mac, dstMAC: gw, src: f.of(w.client), dst: f.of(w.local), sport: w.port(), dport: serverPort}
+			send := func(fresh, back bool) map[string]bool {
+				t.Helper()
+				if fresh {
+					p.sport = w.port()
+				}
+				id++
+				payload, cut := cutUDP(p, id, 4000)
+				if back {
+					cut = reversed(cut)
+				}
+				for _, frame := range cut {
+					ok(t, raw.send(frame))
+				}
+				return map[string]bool{string(payload): true}
+			}
+			pass := func(fresh, back bool) {
+				t.Helper()
+				before := counters(t, w.a)
+				if !arrives(t, server, send(fresh, back), f.of(w.client)) {
+					t.Fatalf("new flow %v, reversed %v: nothing arrives; %v", fresh, back, counters(t, w.a).since(before))
+				}
+			}
+			pass(true, false)
+			ok(t, w.Manifests.Put(policy))
+			w.isolated(t, ctx, w.local, true)
+			for _, fresh := range []bool{false, true, true} {
+				before := counters(t, w.a)
+				send(fresh, false)
+				// Of a flow that was allowed, all know why.
+				denied := 3
+				if fresh {
+					denied = 1
+				}
+				until(t, w.a, before, 3, "drop_fragment/from_pod", "drop_policy_ingress/from_pod")
+				counters(t, w.a).since(before).want(t, "denied", counts{"drop_policy_ingress/from_pod": denied, "fwd_local": 0})
+				before = counters(t, w.a)
+				send(fresh, true)
+				// When the first is refused the kernel does not send the rest.
+				until(t, w.a, before, 1, "drop_policy_ingress/to_pod")
+				counters(t, w.a).since(before).want(t, "denied, reversed", counts{"fragment_reassembly/from_pod": 3, "fwd_local": 0})
+			}
+			ok(t, w.Manifests.Delete(policy))
+			w.isolated(t, ctx, w.local, false)
+			pass(false, false)
+			pass(false, true)
+			pass(true, true)
+		})
+	}
+}
+
+// What is known of a datagram is known of the place that its first fragment
+// came from: nobody else adds to it, in whatever order.
+func TestSpoofedFragments(t *testing.T) {
+	w := shared(t)
+	ctx := within(t, 2*time.Minute)
+	raw, gw := rawSocket(t, w.client.Netns, "eth0"), hostMAC(t, w.client)
+	pod, podGW := rawSocket(t, w.local.Netns, "eth0"), hostMAC(t, w.local)
+	wire, nodeMAC := rawSocket(t, w.Ext, "eth0"), macOf(t, w.b.Netns, "eth0")
+	peer := w.newVTEP(ctx, t, "fragments", "172.31.0.6/24", w.b)
+	id := uint32(9000)
+	for _, f := range families {
+		t.Run(f.name, func(t *testing.T) {
+			server := udp(t, w.remote.Netns, port(f.of(w.remote), serverPort), "", nil)
+			defer server.Close()
+			for _, back := range []bool{false, true} {
+				id++
+				p := packet{srcMAC: raw.mac, dstMAC: gw, src: f.of(w.client), dst: f.of(w.remote), sport: w.port(), dport: serverPort}
+				payload, cut := cutUDP(p, id, 4000)
+				lie := p
+				lie.srcMAC, lie.dstMAC = pod.mac, podGW
+				_, podLie := cutUDP(lie, id, 4008)
+				lie.dstMAC = nodeMAC
+				_, wireLie := cutUDP(lie, id, 4008)
+				if back {
+					cut = reversed(cut)
+				}
+				before, beforeB := counters(t, w.a), counters(t, w.b)
+				ok(t, raw.send(cut[0]))
+				for i := range podLie {
+					ok(t, pod.send(podLie[len(podLie)-1-i]))
+					ok(t, wire.send(wireLie[len(wireLie)-1-i]))
+					inner := slices.Clone(podLie[len(podLie)-1-i])
+					copy(inner, tunnelMAC(w.b))
+					_, err := peer.WriteToUDPAddrPort(vxlan(inner), netip.AddrPortFrom(nodeAddr(families[0], w.b), 4789))
+					ok(t, err)
+				}
+				for hook, n := range map[string]*cluster.Node{"from_pod": w.a, "from_netdev": w.b, "from_overlay": w.b} {
+					b := beforeB
+					if n == w.a {
+						b = before
+					}
+					until(t, n, b, 3, "drop_spoofed_source/"+hook, "drop_spoofed_flow/"+hook)
+				}
+				for _, frame := range cut[1:] {
+					ok(t, raw.send(frame))
+				}
+				if !arrives(t, server, map[string]bool{string(payload): true}, f.of(w.client)) {
+					t.Fatalf("reversed %v: nothing arrives; node-a %v, node-b %v", back, counters(t, w.a).since(before), counters(t, w.b).since(beforeB))
+				}
+			}
+		})
+	}
+}
+
+// Where the kernel's reassembly would lead past our hooks, a fragment ahead of
+// its first is dropped, and the next datagram in order is not affected.
+func TestFragmentsBeforeFirstToTheNode(t *testing.T) {
+	w := shared(t)
+	ctx := within(t, 2*time.Minute)
+	w.fragmented(t, ctx, "ahead", "10.98.11.6", "fd00:10:98::b6", 30160, w.remote)
+	id := uint32(12000)
+	for _, f := range families {
+		for _, c := range []struct {
+			what   string
+			from   *frames
+			gw     net.HardwareAddr
+			src    netip.Addr
+			port   uint16
+			server *cluster.Netns
+			at     string
+			hook   string
+		}{
+			{"pod to its node", rawSocket(t, w.client.Netns, "eth0"), hostMAC(t, w.client), f.of(w.client), 7779, w.a.Netns, port(nodeAddr(f, w.a), 7779), "from_pod"},
+			{"outside to NodePort", rawSocket(t, w.Ext, "eth0"), macOf(t, w.a.Netns, "eth0"), extOf(f), 30161, w.remote.Netns, port(f.of(w.remote), serverPort), "from_netdev"},
+		} {
+			t.Run(f.name+" "+c.what, func(t *testing.T) {
+				server := udp(t, c.server, c.at, "", nil)
+				defer server.Close()
+				p := packet{srcMAC: c.from.mac, dstMAC: c.gw, src: c.src, dst: nodeAddr(f, w.a), sport: w.port(), dport: c.port}
+				id++
+				_, cut := cutUDP(p, id, 4000)
+				before := counters(t, w.a)
+				for _, frame := range reversed(cut) {
+					ok(t, c.from.send(frame))
+				}
+				most := 3
+				if c.hook == "from_netdev" { // the others are the host's, for all it knows
+					most = 1
+				}
+				until(t, w.a, before, most, "drop_fragment_before_first/"+c.hook)
+				id++
+				// The tunnel carries less than the wire.
+				p.proto, p.payload = 17, bytesOf(7, 4000)
+				for _, frame := range fragments(p.frame(), id, 1300) {
+					ok(t, c.from.send(frame))
+				}
+				if !arrives(t, server, map[string]bool{string(p.payload): true}, c.src) {
+					t.Fatalf("nothing arrives in order; %v", counters(t, w.a).since(before))
+				}
+			})
+		}
+	}
+}
+
+func tunnelMAC(n *cluster.Node) net.HardwareAddr { return tunnel.MAC(n.Config.Addrs[0].Addr()) }
