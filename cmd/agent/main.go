@@ -95,7 +95,7 @@ When it stops, programs and maps stay in place and traffic goes on;
 	fs.StringVar(&f.PprofBind, "pprof-bind-address", "", "TCP address for profiles of the agent under /debug/pprof, such as 127.0.0.1:6060 (default none)")
 	fs.StringSliceVar(&f.serviceCIDRs, "service-cidr", nil, "ranges of cluster IPs, besides those of ServiceCIDR objects")
 	fs.IntVar(&f.MTU, "mtu", 0, "MTU of pods (0: what the node's device leaves for the tunnel)")
-	fs.StringVar(&f.mode, "routing-mode", string(tunnel.ModeVXLAN), "between nodes: vxlan, cross-subnet (tunnel only to nodes behind a router) or direct (the network routes pod ranges)")
+	fs.StringVar(&f.mode, "routing-mode", string(tunnel.ModeVXLAN), "between nodes: vxlan, ipip (IPv4 of pods in IPv4, the rest as vxlan), cross-subnet or ipip-cross-subnet (routed on one link, vxlan or ipip behind a router), direct (the network routes pod ranges)")
 	fs.StringVar(&f.nodePorts, "service-node-port-range", "30000-32767", "ports that NodePorts are looked for in: the API server's flag of the same name")
 	fs.StringSliceVar(&f.nodePortAddrs, "nodeport-addresses", nil, "ranges of node addresses that NodePorts answer on, or primary for the Node's InternalIPs (default: all)")
 	fs.BoolVar(&f.masquerade, "masquerade", true, "pods reach what is no pod under this node's address")

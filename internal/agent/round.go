@@ -145,26 +145,22 @@ func (a *Agent) syncStack(ctx context.Context) {
 	a.ipam.SetNodeAddrs(node.Addrs(devices))
 
 	overlay := node.Overlay{MAC: w.self.MAC}
-	deviceMTU := 0
+	var mtu tunnel.MTU
 	if w.self.Addr.IsValid() {
 		d, ok := node.Holding(devices, w.self.Addr)
 		if ok {
-			overlay.MTU = tunnel.MTU(d.MTU, w.self.Addr)
-			deviceMTU = d.MTU
-			err = nil
+			mtu, err = a.opt.Mode.MTU(d.MTU, w.self.Addr), nil
 		} else {
 			err = fmt.Errorf("no device of this node has its address %s: is it assigned, or does the Node object belong to another machine?", w.self.Addr)
 		}
 	}
 	a.problem("node address", "Node "+a.opt.NodeName, err)
 	if a.opt.MTU != 0 {
-		overlay.MTU = a.opt.MTU
+		mtu = a.opt.Mode.FixedMTU(a.opt.MTU, mtu)
 	}
-	if overlay.MTU != 0 {
-		w.mtu = overlay.MTU
-		if !a.opt.Mode.Tunnels() && a.opt.MTU == 0 {
-			w.mtu = deviceMTU
-		}
+	overlay.MTU = mtu.Tunnel
+	if mtu.Pod != 0 {
+		w.mtu = mtu.Pod
 		a.mtu.Store(int64(w.mtu))
 	}
 	index, created, err := a.stack.EnsureOverlay(overlay)

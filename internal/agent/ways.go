@@ -23,7 +23,7 @@ func (a *Agent) readWays() {
 			continue
 		}
 		addrs := []netip.Addr{n.Addr}
-		if a.opt.Mode != tunnel.ModeVXLAN {
+		if a.opt.Mode.Routes() {
 			addrs = n.InternalIPs
 		}
 		for _, addr := range addrs {
@@ -47,7 +47,7 @@ func (a *Agent) readWays() {
 // routed to. ok is false when they go through the tunnel; err says why they
 // must although the mode asks for routing.
 func directWays(n tunnel.NodeInfo, mode tunnel.Mode, ways map[netip.Addr]node.Way) (v4, v6 node.Way, ok bool, err error) {
-	if mode == tunnel.ModeVXLAN {
+	if !mode.Routes() {
 		return v4, v6, false, nil
 	}
 	by := make(map[bool]node.Way) // is IPv4
@@ -90,7 +90,7 @@ func nodeEntry(n tunnel.NodeInfo, in peerInput) (dpmaps.Node, error) {
 	if !ok {
 		return v, err
 	}
-	v.Mtu = uint16(max(0, min(tunnel.MTU(way.MTU, n.Addr), 0xffff)))
+	v.Mtu = uint16(max(0, min(tunnel.TunnelMTU(way.MTU, n.Addr), 0xffff)))
 	if !n.Addr.Is4() || !in.selfAddr.Is4() || direct && v.Nexthop != dpmaps.ToAddr(way.Nexthop) {
 		return v, err
 	}
