@@ -102,12 +102,14 @@ __noinline int pw_over_limit(struct __sk_buff *skb, struct pw_pkt *p, const stru
 	return pw_exceeds(skb, p, f) != 0;
 }
 
-/* The slow path, in slow.c. */
+/* The slow path, in slow.c; and from_ipip.c. */
 int slow(struct __sk_buff *skb);
+int from_ipip(struct __sk_buff *skb);
 
 enum pw_call {
 	PW_CALL_SLOW = 0,
-	PW_CALLS = 1,
+	PW_CALL_IPIP = 1,
+	PW_CALLS = 2,
 };
 
 /*
@@ -121,7 +123,7 @@ struct {
 	__type(key, __u32);
 	__array(values, int(struct __sk_buff *));
 } pw_calls SEC(".maps") = {
-	.values = { [PW_CALL_SLOW] = &slow },
+	.values = { [PW_CALL_SLOW] = &slow, [PW_CALL_IPIP] = &from_ipip },
 };
 
 /*

@@ -36,6 +36,9 @@ static __always_inline int pw_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
 		p->service = !(f->flags & PW_F_REPLY);
 		return 1;
 	}
+	/* To the host from a node that routes where our answers are tunnelled. */
+	if (f && f->from.kind == PW_PLACE_NODE && pw_node_plain(f->from.id))
+		return 1;
 	p->service = pw_service_find(&p->key.dst, p->key.dport, p->key.proto, 1) ||
 		     pw_service_lookup(&p->key.dst, 0, 0) ||
 		     pw_answers_taken(&p->key, p->tcp_flags, 1);
@@ -65,6 +68,10 @@ int from_netdev(struct __sk_buff *skb)
 			return act == PW_NEXT ? pw_pass(skb, &p) : act;
 		}
 	} else {
+		if (p.key.proto == IPPROTO_IPIP && !p.v6 && pw_is_tunnel_end(&p.key.dst)) {
+			bpf_tail_call(skb, &pw_calls, PW_CALL_IPIP);
+			return pw_drop(skb, &p, PW_DROP_HELPER);
+		}
 		/* Every map would take it for IPv4, and so may whatever comes after. */
 		if (err == PW_DROP_V4_MAPPED)
 			return pw_drop(skb, &p, err);

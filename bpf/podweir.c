@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /* The one translation unit: all hooks share maps, settings and BTF. */
 #include "ask.c"
+#include "from_ipip.c"
 #include "from_netdev.c"
 #include "from_overlay.c"
 #include "from_pod.c"

@@ -96,6 +96,7 @@ When it stops, programs and maps stay in place and traffic goes on;
 	fs.StringSliceVar(&f.serviceCIDRs, "service-cidr", nil, "ranges of cluster IPs, besides those of ServiceCIDR objects")
 	fs.IntVar(&f.MTU, "mtu", 0, "MTU of pods (0: what the node's device leaves for the tunnel)")
 	fs.StringVar(&f.mode, "routing-mode", string(tunnel.ModeVXLAN), "between nodes: vxlan, ipip (IPv4 of pods in IPv4, the rest as vxlan), cross-subnet or ipip-cross-subnet (routed on one link, vxlan or ipip behind a router), direct (the network routes pod ranges)")
+	fs.BoolVar(&f.AcceptPlain, "accept-unencapsulated", false, "take packets of other nodes' pods that come without encapsulation, whatever the routing mode: while it is changed from or to direct or cross-subnet")
 	fs.StringVar(&f.nodePorts, "service-node-port-range", "30000-32767", "ports that NodePorts are looked for in: the API server's flag of the same name")
 	fs.StringSliceVar(&f.nodePortAddrs, "nodeport-addresses", nil, "ranges of node addresses that NodePorts answer on, or primary for the Node's InternalIPs (default: all)")
 	fs.BoolVar(&f.masquerade, "masquerade", true, "pods reach what is no pod under this node's address")

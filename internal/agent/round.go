@@ -160,8 +160,9 @@ func (a *Agent) syncStack(ctx context.Context) {
 	}
 	overlay.MTU = mtu.Tunnel
 	if mtu.Pod != 0 {
-		w.mtu = mtu.Pod
-		a.mtu.Store(int64(w.mtu))
+		w.mtu = mtu
+		a.mtu.Store(int64(mtu.Pod))
+		a.mtu6.Store(int64(mtu.Pod6))
 	}
 	index, created, err := a.stack.EnsureOverlay(overlay)
 	if err == nil && (index != w.overlay || created) {
@@ -200,7 +201,7 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 	p := a.policy.Compile(policy.Changes{Pods: pods.owners, Gone: pods.gone, Rest: rest})
 	a.dirty.routes = a.dirty.routes || t.Delta.Routes
 	w.in = peerInput{
-		self: a.opt.NodeName, selfAddr: w.self.Addr, vni: a.opt.VNI, mode: a.opt.Mode, ways: w.ways,
+		self: a.opt.NodeName, selfAddr: w.self.Addr, vni: a.opt.VNI, mode: a.opt.Mode, plain: a.opt.AcceptPlain, ways: w.ways,
 		nodes: w.nodes, tunnel: t, policy: p, endpoints: w.local.byAddr, deltas: true,
 	}
 	err := a.peers.apply(w.in)

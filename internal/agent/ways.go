@@ -86,6 +86,9 @@ func nodeEntry(n tunnel.NodeInfo, in peerInput) (dpmaps.Node, error) {
 		v.Nexthop, v.Nexthop6 = dpmaps.ToAddr(v4.Nexthop), dpmaps.ToAddr(v6.Nexthop)
 		v.Ifindex = uint32(max(v4.Device, v6.Device))
 	}
+	if in.plain {
+		v.Flags |= dpmaps.NodePlain
+	}
 	way, ok := in.ways[n.Addr]
 	if !ok {
 		return v, err
@@ -105,6 +108,9 @@ func nodeEntry(n tunnel.NodeInfo, in peerInput) (dpmaps.Node, error) {
 	v.Nexthop = dpmaps.ToAddr(way.Nexthop)
 	v.Mtu = tunnel.HeaderMTU(way.MTU)
 	v.Flags |= dpmaps.NodeHeader
+	if in.mode.IPIP() && !direct {
+		v.Flags |= dpmaps.NodeIPIP
+	}
 	return v, err
 }
 
