@@ -1,8 +1,11 @@
 package engine
 
 import (
+	"bytes"
 	"context"
+	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/netip"
 	"slices"
@@ -161,7 +164,7 @@ func TestModesChange(t *testing.T) {
 // new each time, from pods and a host, to pods on the link and behind the
 // router, by their addresses and by services.
 func (w *world) steadyTraffic(ctx context.Context, t *testing.T, distant *cluster.Pod) (all []*steady) {
-	large := string(bytesOf(7, 20000))
+	large := bytesOf(7, 20000)
 	for _, f := range families {
 		near, far := port(f.of(w.remote), serverPort), port(f.of(distant), serverPort)
 		for _, p := range []*cluster.Pod{w.remote, distant} {
@@ -187,7 +190,7 @@ func (w *world) steadyTraffic(ctx context.Context, t *testing.T, distant *cluste
 			stays, err := dial(ctx, c.from, "", c.to, nil)
 			ok(t, err)
 			t.Cleanup(func() { _ = stays.Close() })
-			all = append(all, keepUp(name+", one connection", func(int64) error { return talk(stays, large) }),
+			all = append(all, keepUp(name+", one connection", func(int64) error { return exchangeAll(stays, large) }),
 				keepUp(name+", new ones", func(int64) error {
 					fresh, err := dial(ctx, c.from, "", c.to, nil)
 					if err != nil {
@@ -201,6 +204,25 @@ func (w *world) steadyTraffic(ctx context.Context, t *testing.T, distant *cluste
 		all = append(all, keepUp(f.name+" datagrams", func(i int64) error { return call(u, i) }))
 	}
 	return all
+}
+
+// exchangeAll sends several segments and wants them back.
+func exchangeAll(c net.Conn, what []byte) error {
+	if err := c.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
+		return err
+	}
+	if _, err := c.Write(what); err != nil {
+		return err
+	}
+	got := make([]byte, len(what))
+	n, err := io.ReadFull(c, got)
+	if err == nil && !bytes.Equal(got, what) {
+		err = errors.New("other bytes than were sent")
+	}
+	if err != nil {
+		return fmt.Errorf("%d of %d bytes came back: %w", n, len(what), err)
+	}
+	return nil
 }
 
 // call wants the answer to a datagram, which may be lost now and then.
