@@ -38,6 +38,7 @@ static __always_inline int pw_encap_ipip(struct __sk_buff *skb, const struct pw_
 	void *data, *end;
 	struct iphdr *ip;
 	__u64 *to, sum;
+	__be16 frag;
 	int i;
 
 	if (bpf_skb_adjust_room(skb, PW_IPIP_LEN, BPF_ADJ_ROOM_MAC,
@@ -56,10 +57,11 @@ static __always_inline int pw_encap_ipip(struct __sk_buff *skb, const struct pw_
 	ip = data + PW_HDR_IP;
 	ip->tos = p->ecn;
 	ip->tot_len = bpf_htons(skb->len - ETH_HLEN);
+	frag = ip->frag_off;
 	ip->frag_off = bpf_htons(PW_IP_DF);
 	ip->protocol = IPPROTO_IPIP;
-	sum = (__u64)node->header_sum + bpf_htons(p->ecn) + ip->tot_len + ip->frag_off +
-	      (__u16)~bpf_htons(IPPROTO_UDP) + bpf_htons(IPPROTO_IPIP);
+	sum = (__u64)node->header_sum + bpf_htons(p->ecn) + ip->tot_len + (__u16)~frag +
+	      ip->frag_off + (__u16)~bpf_htons(IPPROTO_UDP) + bpf_htons(IPPROTO_IPIP);
 	sum = (sum & 0xffff) + (sum >> 16);
 	sum = (sum & 0xffff) + (sum >> 16);
 	ip->check = ~sum;
