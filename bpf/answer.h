@@ -293,8 +293,9 @@ static __always_inline int pw_has_way_back(const struct pw_pkt *p)
 {
 	switch (p->hook) {
 	case PW_FROM_POD:
-	case PW_FROM_NETDEV:
 		return 1;
+	case PW_FROM_NETDEV:
+		return !p->stripped; /* it went off with the outer header */
 	case PW_TO_OVERLAY:
 	case PW_TO_LO:
 	case PW_TO_NETDEV:

@@ -94,9 +94,9 @@ static __always_inline int pw_ask_decide(struct __sk_buff *skb, struct pw_ask *a
 	if (err)
 		return err;
 	pw_resolve(&s->fwd.dst, &s->dst);
-	if (p->from.kind == PW_PLACE_POD && p->key.proto == IPPROTO_UDP &&
-	    s->fwd.dport == cfg_vxlan_port && s->dst.flags & (PW_PEER_NODE | PW_PEER_HOST))
-		return PW_DROP_POD_VXLAN;
+	err = pw_is_tunnelled(p, s->fwd.dport, &s->dst);
+	if (err)
+		return err;
 	err = pw_place(skb, &p->from, &p->key.src, &s->dst, &s->fwd);
 	a->to = s->fwd.to;
 	if (err)

@@ -10,9 +10,9 @@
 #define PW_DECAP_H
 
 #include "follow.h"
+#include "ipip.h"
 
 #define PW_VXLAN_FLAGS 0x08000000 /* a valid VNI and nothing else, RFC 7348 5 */
-#define PW_ECN_CE 3
 
 /* Written since 6.3; older kernels refuse the flag and the device decaps. */
 #ifndef BPF_F_ADJ_ROOM_DECAP_L3_IPV6

@@ -47,11 +47,22 @@ static __always_inline int pw_check_source(struct pw_pkt *p, const struct pw_tar
 	/* Other nodes, and their pods, come through the tunnel or directly. */
 	if (!(src->flags & (PW_PEER_POD | PW_PEER_NODE)))
 		return 0;
-	if (!pw_node_direct(src->node))
+	if (!pw_node_plain(src->node))
 		return PW_DROP_SPOOFED_SOURCE;
 	p->from.kind = PW_PLACE_NODE;
 	p->from.id = src->node;
 	return 0;
+}
+
+/* Nobody but the nodes speaks to where a node's tunnels end. 0 or a reason. */
+static __always_inline int pw_is_tunnelled(const struct pw_pkt *p, __u16 dport,
+					   const struct pw_target *dst)
+{
+	if (p->from.kind != PW_PLACE_POD || !(dst->flags & (PW_PEER_NODE | PW_PEER_HOST)))
+		return 0;
+	if (p->key.proto == IPPROTO_IPIP)
+		return PW_DROP_POD_IPIP;
+	return p->key.proto == IPPROTO_UDP && dport == cfg_vxlan_port ? PW_DROP_POD_VXLAN : 0;
 }
 
 /* Asks the kernel's routing table where addr is, from a device's view. */
@@ -311,10 +322,9 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	if (err)
 		return err;
 	pw_resolve(&s->fwd.dst, &s->dst);
-	/* Nobody but the nodes speaks to a node's tunnel port. */
-	if (p->from.kind == PW_PLACE_POD && p->key.proto == IPPROTO_UDP &&
-	    s->fwd.dport == cfg_vxlan_port && s->dst.flags & (PW_PEER_NODE | PW_PEER_HOST))
-		return PW_DROP_POD_VXLAN;
+	err = pw_is_tunnelled(p, s->fwd.dport, &s->dst);
+	if (err)
+		return err;
 	err = pw_place(skb, &p->from, &p->key.src, &s->dst, &s->fwd);
 	if (err)
 		return err;

@@ -3,6 +3,7 @@
 #ifndef PW_DELIVER_H
 #define PW_DELIVER_H
 
+#include "ipip.h"
 #include "metrics.h"
 #include "nat.h"
 #include "settings.h"
@@ -114,16 +115,23 @@ static __always_inline int pw_to_node(struct __sk_buff *skb, struct pw_pkt *p,
 	__u32 id = f->to.id;
 	struct pw_node *node = bpf_map_lookup_elem(&pw_nodes, &id);
 	int tunnel = f->flags & PW_F_TUNNEL, via = tunnel && !(f->flags & PW_F_REPLY);
+	int ours = p->kind != PW_KIND_ICMP_ERROR &&
+		   (p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV);
 
 	if (!node || !cfg_overlay_ifindex)
 		return pw_drop(skb, p, PW_DROP_NO_NODE);
-	if (node->flags & PW_NODE_DIRECT && !tunnel && p->hook != PW_TO_OVERLAY) {
-		pw_count(PW_FWD_DIRECT, p->hook, p->v6, skb->len);
-		return pw_send(skb, node->ifindex, p->v6 ? &node->nexthop6 : &node->nexthop);
+	if (node->flags & (PW_NODE_DIRECT | PW_NODE_IPIP) && !tunnel && p->hook != PW_TO_OVERLAY) {
+		if (node->flags & PW_NODE_DIRECT) {
+			pw_count(PW_FWD_DIRECT, p->hook, p->v6, skb->len);
+			return pw_send(skb, node->ifindex,
+				       p->v6 ? &node->nexthop6 : &node->nexthop);
+		}
+		if (ours && !p->v6 && pw_fits_ipip(skb, p, node) && !pw_encap_ipip(skb, p, node)) {
+			pw_count(PW_FWD_IPIP, p->hook, p->v6, skb->len);
+			return pw_send(skb, node->ifindex, &node->nexthop);
+		}
 	}
-	if (p->kind != PW_KIND_ICMP_ERROR &&
-	    (p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV) && pw_fits(skb, p, node) &&
-	    !pw_encap(skb, p, node, f->key_hash, via)) {
+	if (ours && pw_fits(skb, p, node) && !pw_encap(skb, p, node, f->key_hash, via)) {
 		pw_count(PW_FWD_ENCAP, p->hook, p->v6, skb->len);
 		return pw_send(skb, node->ifindex, &node->nexthop);
 	}
@@ -157,12 +165,15 @@ static __always_inline int pw_to_wire(struct __sk_buff *skb, struct pw_pkt *p,
  * lead back by the device that it came in by, and none of its own addresses
  * for a source. A service's address is not there, and may be one of the
  * node's: such answers, and what the host sends to itself through a service,
- * enter by the tunnel's device, which the service range is routed to.
+ * enter by the tunnel's device, which the service range is routed to. So does
+ * what a node sent without the device's header, as it would with it.
  */
 static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
 				      const struct pw_flow *f)
 {
 	int answer = p->hook != PW_FROM_OVERLAY && f->flags & PW_F_REPLY;
+	int node = p->hook == PW_FROM_NETDEV &&
+		   (p->from.kind == PW_PLACE_NODE || f->from.kind == PW_PLACE_NODE);
 
 	/* What the host sends itself stays where it is. */
 	if (p->hook == PW_TO_LO) {
@@ -170,7 +181,7 @@ static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
 		return PW_NEXT;
 	}
 	/* Another port alone leaves the source, and its route, as they are. */
-	if (!f->service || (pw_is_ingress(p) && !answer)) {
+	if (!node && (!f->service || (pw_is_ingress(p) && !answer))) {
 		if (!pw_is_ingress(p))
 			return pw_drop(skb, p, PW_DROP_NO_ROUTE);
 		pw_count(PW_FWD_HOST, p->hook, p->v6, skb->len);

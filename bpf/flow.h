@@ -382,7 +382,7 @@ static __always_inline int pw_flow_touch(const struct pw_pkt *p, const struct pw
 static __always_inline int pw_same_place(const struct pw_place *a, const struct pw_place *b)
 {
 	if (a->kind == PW_PLACE_NODE && b->kind == PW_PLACE_WIRE)
-		return pw_node_direct(a->id);
+		return pw_node_plain(a->id);
 	if (a->kind != b->kind)
 		return 0;
 	/* The wire is one place: replies may arrive by another device. */

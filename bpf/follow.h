@@ -70,6 +70,9 @@ static __always_inline int pw_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
 		p->service = !(f->flags & PW_F_REPLY);
 		return 1;
 	}
+	/* To the host from a node that routes where our answers are tunnelled. */
+	if (f && f->from.kind == PW_PLACE_NODE && pw_node_plain(f->from.id))
+		return 1;
 	p->service = pw_service_find(&p->key.dst, p->key.dport, p->key.proto, 1) ||
 		     pw_service_lookup(&p->key.dst, 0, 0) ||
 		     pw_answers_taken(&p->key, p->tcp_flags, 1);
@@ -141,14 +144,16 @@ __noinline int pw_over_limit(struct __sk_buff *skb, struct pw_pkt *p, const stru
  */
 #define PW_FRAG_TAG 0x7077
 
-/* The slow path, in slow.c, and that of fragments, in fragment.c. */
+/* The slow path, in slow.c; that of fragments, in fragment.c; and from_ipip.c. */
 int slow(struct __sk_buff *skb);
 int fragment(struct __sk_buff *skb);
+int from_ipip(struct __sk_buff *skb);
 
 enum pw_call {
 	PW_CALL_SLOW = 0,
 	PW_CALL_FRAGMENT = 1,
-	PW_CALLS = 2,
+	PW_CALL_IPIP = 2,
+	PW_CALLS = 3,
 };
 
 /*
@@ -162,7 +167,9 @@ struct {
 	__type(key, __u32);
 	__array(values, int(struct __sk_buff *));
 } pw_calls SEC(".maps") = {
-	.values = { [PW_CALL_SLOW] = &slow, [PW_CALL_FRAGMENT] = &fragment },
+	.values = { [PW_CALL_SLOW] = &slow,
+		    [PW_CALL_FRAGMENT] = &fragment,
+		    [PW_CALL_IPIP] = &from_ipip },
 };
 
 /*

@@ -34,6 +34,10 @@ int from_netdev(struct __sk_buff *skb)
 			return act == PW_NEXT ? pw_pass(skb, &p) : act;
 		}
 	} else {
+		if (p.key.proto == IPPROTO_IPIP && !p.v6 && pw_is_tunnel_end(&p.key.dst)) {
+			bpf_tail_call(skb, &pw_calls, PW_CALL_IPIP);
+			return pw_drop(skb, &p, PW_DROP_HELPER);
+		}
 		/* Every map would take it for IPv4, and so may whatever comes after. */
 		if (err == PW_DROP_V4_MAPPED)
 			return pw_drop(skb, &p, err);

@@ -197,6 +197,18 @@ static __always_inline int pw_vxlan_tcp_linear(void *data, void *end)
 	       udp->dest == bpf_htons(cfg_vxlan_port) && pw_tcp_linear(data, end, PW_HDR_INNER);
 }
 
+/* The same for one under an IPv4 header. */
+static __always_inline int pw_ipip_tcp_linear(void *data, void *end)
+{
+	struct iphdr *ip = data + PW_HDR_IP, *inner = ip + 1;
+	struct ethhdr *eth = data;
+
+	return (void *)(inner + 1) <= end && eth->h_proto == bpf_htons(ETH_P_IP) &&
+	       ip->version == 4 && ip->ihl == 5 && ip->protocol == IPPROTO_IPIP &&
+	       inner->protocol == IPPROTO_TCP &&
+	       (void *)inner + inner->ihl * 4 + sizeof(struct tcphdr) <= end;
+}
+
 /*
  * Makes the headers linear, so that they can be read and written in place.
  * A TCP segment's payload lives in fragments, and the kernel shares it with
@@ -208,7 +220,8 @@ static __always_inline void pw_pull(struct __sk_buff *skb)
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
 	__u32 want = skb->len < PW_PULL ? skb->len : PW_PULL;
 
-	if (end - data >= want || pw_tcp_linear(data, end, 0) || pw_vxlan_tcp_linear(data, end))
+	if (end - data >= want || pw_tcp_linear(data, end, 0) || pw_vxlan_tcp_linear(data, end) ||
+	    pw_ipip_tcp_linear(data, end))
 		return;
 	bpf_skb_pull_data(skb, want);
 }

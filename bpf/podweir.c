@@ -2,6 +2,7 @@
 /* The one translation unit: all hooks share maps, settings and BTF. */
 #include "ask.c"
 #include "fragment.c"
+#include "from_ipip.c"
 #include "from_netdev.c"
 #include "from_overlay.c"
 #include "from_pod.c"

@@ -41,12 +41,23 @@ static __always_inline int pw_fresh(const struct pw_flow *f)
 	return pw_gen_fresh(&f->src_gen) && pw_gen_fresh(&f->dst_gen);
 }
 
-/* Is this node's traffic routed as it is, without the tunnel? */
-static __always_inline int pw_node_direct(__u32 id)
+static __always_inline int pw_node_is(__u32 id, __u32 flags)
 {
 	struct pw_node *node = bpf_map_lookup_elem(&pw_nodes, &id);
 
-	return node && node->flags & PW_NODE_DIRECT;
+	return node && node->flags & flags;
+}
+
+/* Are packets to this node's pods routed as they are, without a tunnel? */
+static __always_inline int pw_node_direct(__u32 id)
+{
+	return pw_node_is(id, PW_NODE_DIRECT);
+}
+
+/* May packets of its pods come so? */
+static __always_inline int pw_node_plain(__u32 id)
+{
+	return pw_node_is(id, PW_NODE_DIRECT | PW_NODE_PLAIN);
 }
 
 static __always_inline struct pw_peer *pw_peer_lookup(const struct pw_addr *addr)

@@ -58,6 +58,7 @@ enum pw_reason {
 	PW_SOCK_TRANSLATED = 24, /* connect() to a service went to a backend directly */
 	PW_EVENT_LOST = 25, /* a drop of which nobody was told: too many, or nobody reads */
 	PW_FRAGMENT_REASSEMBLY = 26, /* of a datagram that the kernel puts in order first */
+	PW_FWD_IPIP = 27, /* to another node, in an IPv4 header put on by us */
 
 	/* Drops. */
 	PW_DROP_MALFORMED = 32,      /* truncated or inconsistent headers */
@@ -96,6 +97,8 @@ enum pw_reason {
 	PW_DROP_NO_PORT = 64,        /* every source port tried is taken */
 	PW_DROP_STRAY = 65, /* RST or SYN-ACK of no flow that would need a port of ours */
 	PW_DROP_FRAGMENT_BEFORE_FIRST = 66, /* a fragment ahead of the one that has the ports */
+	PW_DROP_POD_IPIP = 67, /* a pod sending IPv4 in IPv4 to a node */
+	PW_DROP_CONGESTED = 68, /* marked so outside, and the inner packet cannot say it */
 
 	PW_REASON_MAX = 128,
 };
@@ -460,6 +463,8 @@ PW_ASSERT_SIZE(struct pw_prefix_key, 20);
 enum pw_node_flags {
 	PW_NODE_DIRECT = 1, /* its pods are reached by plain routing */
 	PW_NODE_HEADER = 2, /* header may be used, else the tunnel device sends */
+	PW_NODE_IPIP = 4, /* IPv4 of its pods goes to it in IPv4 alone */
+	PW_NODE_PLAIN = 8, /* its pods' packets are taken as they are, however ours go */
 };
 
 /*

@@ -54,6 +54,7 @@ type Options struct {
 	MTU           int            // of pods; 0 = from the node's device
 	VNI           uint32
 	Mode          tunnel.Mode          // empty = vxlan
+	AcceptPlain   bool                 // of other nodes' pods without a header, whatever the mode
 	NodePorts     service.PortRange    // zero = any port
 	NodePortAddrs tunnel.NodePortAddrs // where they answer; zero = on all addresses
 	MaglevSize    uint32               // 0 = by the number of backends
@@ -86,6 +87,7 @@ type Agent struct {
 	rounds chan struct{}
 	ready  atomic.Pointer[[]string] // what readiness waits for
 	mtu    atomic.Int64
+	mtu6   atomic.Int64
 
 	// Of the loop alone.
 	dirty     dirty
@@ -120,7 +122,7 @@ type world struct {
 	overlay  int
 	ways     map[netip.Addr]node.Way // to the other nodes' addresses
 	leaving  leaving
-	mtu      int // of the overlay device and of pods
+	mtu      tunnel.MTU
 	attached map[int]string
 	cidrs    []netip.Prefix
 	in       peerInput
@@ -187,6 +189,7 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 	}
 	a.notReady("the agent has only started")
 	a.mtu.Store(int64(opt.MTU))
+	a.mtu6.Store(int64(opt.MTU))
 	return a, nil
 }
 
@@ -195,6 +198,9 @@ func (a *Agent) Endpoints() *endpoints { return a.eps }
 
 // MTU of pods; 0 while the node's device is not known.
 func (a *Agent) MTU() int { return int(a.mtu.Load()) }
+
+// MTU6 is that of pods' IPv6.
+func (a *Agent) MTU6() int { return int(a.mtu6.Load()) }
 
 // NotReady says what the agent waits for; empty when it is ready.
 func (a *Agent) NotReady() []string { return *a.ready.Load() }

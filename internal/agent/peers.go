@@ -65,6 +65,7 @@ type peerInput struct {
 	selfAddr  netip.Addr // tunnel endpoint of this node
 	vni       uint32
 	mode      tunnel.Mode
+	plain     bool                    // packets of their pods are taken without a header
 	ways      map[netip.Addr]node.Way // how the kernel reaches the others
 	nodes     []tunnel.NodeInfo
 	tunnel    tunnel.Output

@@ -145,27 +145,24 @@ func (a *Agent) syncStack(ctx context.Context) {
 	a.ipam.SetNodeAddrs(node.Addrs(devices))
 
 	overlay := node.Overlay{MAC: w.self.MAC}
-	deviceMTU := 0
+	var mtu tunnel.MTU
 	if w.self.Addr.IsValid() {
 		d, ok := node.Holding(devices, w.self.Addr)
 		if ok {
-			overlay.MTU = tunnel.MTU(d.MTU, w.self.Addr)
-			deviceMTU = d.MTU
-			err = nil
+			mtu, err = a.opt.Mode.MTU(d.MTU, w.self.Addr), nil
 		} else {
 			err = fmt.Errorf("no device of this node has its address %s: is it assigned, or does the Node object belong to another machine?", w.self.Addr)
 		}
 	}
 	a.problem("node address", "Node "+a.opt.NodeName, err)
 	if a.opt.MTU != 0 {
-		overlay.MTU = a.opt.MTU
+		mtu = a.opt.Mode.FixedMTU(a.opt.MTU, mtu)
 	}
-	if overlay.MTU != 0 {
-		w.mtu = overlay.MTU
-		if !a.opt.Mode.Tunnels() && a.opt.MTU == 0 {
-			w.mtu = deviceMTU
-		}
-		a.mtu.Store(int64(w.mtu))
+	overlay.MTU = mtu.Tunnel
+	if mtu.Pod != 0 {
+		w.mtu = mtu
+		a.mtu.Store(int64(mtu.Pod))
+		a.mtu6.Store(int64(mtu.Pod6))
 	}
 	index, created, err := a.stack.EnsureOverlay(overlay)
 	if err == nil && (index != w.overlay || created) {
@@ -204,7 +201,7 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 	p := a.policy.Compile(policy.Changes{Pods: pods.owners, Gone: pods.gone, Rest: rest})
 	a.dirty.routes = a.dirty.routes || t.Delta.Routes
 	w.in = peerInput{
-		self: a.opt.NodeName, selfAddr: w.self.Addr, vni: a.opt.VNI, mode: a.opt.Mode, ways: w.ways,
+		self: a.opt.NodeName, selfAddr: w.self.Addr, vni: a.opt.VNI, mode: a.opt.Mode, plain: a.opt.AcceptPlain, ways: w.ways,
 		nodes: w.nodes, tunnel: t, policy: p, endpoints: w.local.byAddr, deltas: true,
 	}
 	err := a.peers.apply(w.in)

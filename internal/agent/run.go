@@ -55,6 +55,7 @@ type Config struct {
 	ServiceCIDRs  []netip.Prefix // besides those of ServiceCIDR objects
 	MTU           int            // of pods; 0 = from the node's device
 	Mode          tunnel.Mode
+	AcceptPlain   bool                 // take what other nodes' pods send without a header, whatever the mode
 	NodePorts     service.PortRange    // where the API server takes NodePorts from
 	NodePortAddrs tunnel.NodePortAddrs // on which they answer; zero = on all
 	NoMasquerade  bool                 // pods reach the world under their own addresses
@@ -179,14 +180,14 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	}
 	alloc := new(ipam.Allocator)
 	a, err := New(Options{
-		NodeName: cfg.NodeName, ServiceCIDRs: cfg.ServiceCIDRs, MTU: cfg.MTU, VNI: DefaultVNI, Mode: cfg.Mode,
+		NodeName: cfg.NodeName, ServiceCIDRs: cfg.ServiceCIDRs, MTU: cfg.MTU, VNI: DefaultVNI, Mode: cfg.Mode, AcceptPlain: cfg.AcceptPlain,
 		NodePorts: cfg.NodePorts, NodePortAddrs: cfg.NodePortAddrs, MaglevSize: cfg.MaglevSize, Settled: cfg.Settled, Log: log,
 	}, tables, dp, stack, alloc)
 	if err != nil {
 		return err
 	}
 	manager, err := endpoint.New(endpoint.Config{
-		StateDir: cfg.StateDir, IPAM: alloc, Datapath: dp, Regenerator: a.Endpoints(), MTU: a.MTU, Log: log,
+		StateDir: cfg.StateDir, IPAM: alloc, Datapath: dp, Regenerator: a.Endpoints(), MTU: a.MTU, MTU6: a.MTU6, Log: log,
 	})
 	if err != nil {
 		return fmt.Errorf("endpoints of an earlier run: %w", err)

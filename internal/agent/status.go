@@ -58,10 +58,11 @@ func (a *Agent) Status(ctx context.Context) (api.Status, error) {
 		for _, ep := range a.eps.list() {
 			s.Devices = append(s.Devices, api.Device{Name: ep.HostIfName, Ifindex: ep.HostIfindex, Role: "pod", MTU: ep.MTU, Addrs: ep.Addrs})
 		}
-		s.MTU = w.mtu
+		s.MTU, s.MTU6 = w.mtu.Pod, w.mtu.Pod6
+		s.RoutingMode, s.AcceptsUnencapsulated = string(a.opt.Mode), a.opt.AcceptPlain
 		s.Tunnel = api.Tunnel{
 			Device: node.OverlayName, VNI: a.opt.VNI, Port: node.OverlayPort,
-			Addr: w.self.Addr, MAC: w.self.MAC.String(), MTU: w.mtu,
+			Addr: w.self.Addr, MAC: w.self.MAC.String(), MTU: w.mtu.Tunnel,
 		}
 		s.ServiceCIDRs = w.cidrs
 	})

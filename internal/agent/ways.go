@@ -23,7 +23,7 @@ func (a *Agent) readWays() {
 			continue
 		}
 		addrs := []netip.Addr{n.Addr}
-		if a.opt.Mode != tunnel.ModeVXLAN {
+		if a.opt.Mode.Routes() {
 			addrs = n.InternalIPs
 		}
 		for _, addr := range addrs {
@@ -47,7 +47,7 @@ func (a *Agent) readWays() {
 // routed to. ok is false when they go through the tunnel; err says why they
 // must although the mode asks for routing.
 func directWays(n tunnel.NodeInfo, mode tunnel.Mode, ways map[netip.Addr]node.Way) (v4, v6 node.Way, ok bool, err error) {
-	if mode == tunnel.ModeVXLAN {
+	if !mode.Routes() {
 		return v4, v6, false, nil
 	}
 	by := make(map[bool]node.Way) // is IPv4
@@ -86,11 +86,14 @@ func nodeEntry(n tunnel.NodeInfo, in peerInput) (dpmaps.Node, error) {
 		v.Nexthop, v.Nexthop6 = dpmaps.ToAddr(v4.Nexthop), dpmaps.ToAddr(v6.Nexthop)
 		v.Ifindex = uint32(max(v4.Device, v6.Device))
 	}
+	if in.plain {
+		v.Flags |= dpmaps.NodePlain
+	}
 	way, ok := in.ways[n.Addr]
 	if !ok {
 		return v, err
 	}
-	v.Mtu = uint16(max(0, min(tunnel.MTU(way.MTU, n.Addr), 0xffff)))
+	v.Mtu = uint16(max(0, min(tunnel.TunnelMTU(way.MTU, n.Addr), 0xffff)))
 	if !n.Addr.Is4() || !in.selfAddr.Is4() || direct && v.Nexthop != dpmaps.ToAddr(way.Nexthop) {
 		return v, err
 	}
@@ -105,6 +108,9 @@ func nodeEntry(n tunnel.NodeInfo, in peerInput) (dpmaps.Node, error) {
 	v.Nexthop = dpmaps.ToAddr(way.Nexthop)
 	v.Mtu = tunnel.HeaderMTU(way.MTU)
 	v.Flags |= dpmaps.NodeHeader
+	if in.mode.IPIP() && !direct {
+		v.Flags |= dpmaps.NodeIPIP
+	}
 	return v, err
 }
 

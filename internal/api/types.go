@@ -39,8 +39,14 @@ type Status struct {
 	// Nodes are the nodes known, this one included, with their ids.
 	Nodes   []Node   `json:"nodes"`
 	Devices []Device `json:"devices"`
-	// MTU is that of pods.
+	// RoutingMode is how packets travel between nodes.
+	RoutingMode string `json:"routingMode"`
+	// AcceptsUnencapsulated: packets of other nodes' pods are taken as they
+	// are, whatever the mode.
+	AcceptsUnencapsulated bool `json:"acceptsUnencapsulated,omitempty"`
+	// MTU is that of pods, MTU6 that of their IPv6.
 	MTU    int    `json:"mtu"`
+	MTU6   int    `json:"mtu6"`
 	Tunnel Tunnel `json:"tunnel"`
 	// Sockets says where connections are translated at connect().
 	Sockets Sockets `json:"sockets"`

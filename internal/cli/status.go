@@ -120,7 +120,18 @@ func (s *session) printStatus(v *statusView) error {
 			line("Service ranges", "%s", strings.Join(texts(a.ServiceCIDRs), ", "))
 		}
 		line("Nodes", "%d", len(a.Nodes))
-		line("Pod MTU", "%d", a.MTU)
+		if a.RoutingMode != "" {
+			accepts := ""
+			if a.AcceptsUnencapsulated {
+				accepts = ", accepts unencapsulated packets of other nodes' pods"
+			}
+			line("Routing mode", "%s%s", a.RoutingMode, accepts)
+		}
+		if a.MTU6 != 0 && a.MTU6 != a.MTU {
+			line("Pod MTU", "%d, IPv6 %d", a.MTU, a.MTU6)
+		} else {
+			line("Pod MTU", "%d", a.MTU)
+		}
 		for _, d := range a.Devices {
 			if d.Role != "pod" {
 				line("Device", "%s (%s), MTU %d", d.Name, d.Role, d.MTU)

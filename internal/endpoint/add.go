@@ -116,6 +116,11 @@ func (m *Manager) register(req Request, hostIf string) (*entry, error) {
 		HostIfName: hostIf, MTU: m.cfg.MTU(),
 		PortMappings: sortedMappings(req.PortMappings),
 	}
+	if m.cfg.MTU6 != nil {
+		if n := m.cfg.MTU6(); n < ep.MTU {
+			ep.MTU6 = n
+		}
+	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.eps[ep.Key()] != nil {

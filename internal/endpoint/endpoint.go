@@ -55,6 +55,7 @@ type Endpoint struct {
 	MAC         net.HardwareAddr `json:"-"` // of the pod's half
 	HostMAC     net.HardwareAddr `json:"-"`
 	MTU         int              `json:"mtu"`
+	MTU6        int              `json:"mtu6,omitempty"` // of the IPv6 default route; 0 = MTU
 	// PortMappings are the ports of the node that lead to this pod, sorted.
 	PortMappings []PortMapping `json:"portMappings,omitempty"`
 }

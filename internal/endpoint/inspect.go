@@ -93,12 +93,16 @@ func podDifferences(h *netlink.Handle, ep Endpoint) ([]string, error) {
 	}
 	for _, want := range podRoutes(ep, link.Attrs().Index) {
 		same := func(r netlink.Route) bool {
-			return r.Family == want.Family && destination(r) == destination(want) && r.Gw.Equal(want.Gw)
+			return r.Family == want.Family && destination(r) == destination(want) && r.Gw.Equal(want.Gw) &&
+				(want.MTU == 0 || r.MTU == want.MTU)
 		}
 		if !slices.ContainsFunc(routes, same) {
 			text := "route to " + destination(want).String()
 			if want.Gw != nil {
 				text += " via " + want.Gw.String()
+			}
+			if want.MTU != 0 {
+				text += fmt.Sprintf(" with MTU %d", want.MTU)
 			}
 			diffs = append(diffs, fmt.Sprintf("%s is missing on %s", text, name))
 		}

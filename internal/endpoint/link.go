@@ -153,6 +153,8 @@ func podRoutes(ep Endpoint, index int) []netlink.Route {
 		if a.Is4() {
 			out = append(out, netlink.Route{LinkIndex: index, Dst: ipNet(single(gw)), Scope: netlink.SCOPE_LINK, Family: family(a)})
 			def.Flags = int(netlink.FLAG_ONLINK)
+		} else {
+			def.MTU = ep.MTU6
 		}
 		out = append(out, def)
 	}

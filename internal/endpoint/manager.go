@@ -27,6 +27,7 @@ type Config struct {
 	Datapath    Datapath
 	Regenerator Regenerator
 	MTU         func() int // of new pods
+	MTU6        func() int // of their IPv6 routes; nil = that of the interface
 	Log         *slog.Logger
 }
 

@@ -99,6 +99,8 @@ const TableDefault = uint32(bpf.DpPwTableFlagsPW_TABLE_DEFAULT)
 const (
 	NodeDirect = uint16(bpf.DpPwNodeFlagsPW_NODE_DIRECT)
 	NodeHeader = uint16(bpf.DpPwNodeFlagsPW_NODE_HEADER)
+	NodeIPIP   = uint16(bpf.DpPwNodeFlagsPW_NODE_IPIP)
+	NodePlain  = uint16(bpf.DpPwNodeFlagsPW_NODE_PLAIN)
 )
 
 // ServiceAddrOwned flags the {addr, 0, 0} entry of pw_services.

@@ -67,17 +67,6 @@ func MAC(addr netip.Addr) net.HardwareAddr {
 	return net.HardwareAddr{0x02, sum[0], sum[1], sum[2], sum[3], sum[4]}
 }
 
-// MTU returns the MTU of pods and of the overlay when the node's device has
-// the MTU device and outer packets go to addresses of outer's family: the
-// room that the outer IP, UDP, VXLAN and the inner Ethernet headers take is
-// left free.
-func MTU(device int, outer netip.Addr) int {
-	if outer.Unmap().Is4() {
-		return device - 50
-	}
-	return device - 70
-}
-
 func internalIPs(n *corev1.Node, errs *[]error) []netip.Addr {
 	var out []netip.Addr
 	for i, a := range n.Status.Addresses {

@@ -198,20 +198,3 @@ func TestMAC(t *testing.T) {
 		t.Errorf("the address of 172.31.0.2 changed to %s", got)
 	}
 }
-
-func TestMTU(t *testing.T) {
-	for _, tt := range []struct {
-		device int
-		outer  string
-		want   int
-	}{
-		{1500, "172.31.0.3", 1450},
-		{1500, "::ffff:172.31.0.3", 1450},
-		{1500, "fd00::3", 1430},
-		{9000, "172.31.0.3", 8950},
-	} {
-		if got := MTU(tt.device, addr(tt.outer)); got != tt.want {
-			t.Errorf("MTU(%d, %s) = %d, want %d", tt.device, tt.outer, got, tt.want)
-		}
-	}
-}

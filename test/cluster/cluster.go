@@ -31,6 +31,9 @@ type NodeConfig struct {
 	Name     string
 	Addrs    []netip.Prefix // on eth0
 	PodCIDRs []netip.Prefix
+	// AgentArgs are added to this node's agent's command line, behind those of
+	// all; read at every start.
+	AgentArgs []string
 }
 
 // DefaultNodes are node-a and node-b of the address plan in examples/basic.

@@ -98,7 +98,7 @@ func (n *Node) agentArgs() []string {
 	for _, p := range cfg.ServiceCIDRs {
 		args = append(args, "--service-cidr", p.String())
 	}
-	return append(args, cfg.AgentArgs...)
+	return append(append(args, cfg.AgentArgs...), n.Config.AgentArgs...)
 }
 
 // StartAgent starts the node's agent and waits until it is ready.

@@ -12,6 +12,8 @@ import (
 	"github.com/gopacket/gopacket/layers"
 )
 
+const protoIPIP = 4
+
 // Header is one IP packet's tuple as it was on the wire.
 type Header struct {
 	Src, Dst     netip.Addr
@@ -51,7 +53,7 @@ type Packet struct {
 
 	SrcMAC, DstMAC net.HardwareAddr
 	Outer          *Header // nil: not IP
-	Inner          *Header // nil: not VXLAN
+	Inner          *Header // nil: neither VXLAN nor IPv4 in IPv4
 	VNI            uint32
 	InnerSrcMAC    net.HardwareAddr
 	InnerDstMAC    net.HardwareAddr
@@ -79,6 +81,8 @@ func (p *Packet) String() string {
 		s = fmt.Sprintf("%v > %v, %d bytes", p.SrcMAC, p.DstMAC, len(p.Frame))
 	case p.Inner == nil:
 		s = p.Outer.String()
+	case p.Outer.Proto == protoIPIP:
+		s = fmt.Sprintf("%v > %v IPIP { %v }", p.Outer.Src, p.Outer.Dst, p.Inner)
 	default:
 		s = fmt.Sprintf("%v > %v VXLAN %d { %v }", p.Outer.Src, p.Outer.Dst, p.VNI, p.Inner)
 	}
@@ -153,7 +157,7 @@ func decode(at time.Time, frame []byte, partial bool) *Packet {
 	if len(headers) > 0 {
 		p.Outer = headers[0]
 	}
-	if len(headers) > 1 && p.Layers.Layer(layers.LayerTypeVXLAN) != nil {
+	if len(headers) > 1 && (p.Layers.Layer(layers.LayerTypeVXLAN) != nil || headers[0].Proto == protoIPIP) {
 		p.Inner = headers[1]
 	}
 	p.verify(sums, partial)

@@ -16,8 +16,9 @@ import (
 // own behind it, some of it in a tunnel, to which it translates addresses and
 // from which it masquerades. What came by the fast path must still be valid when the pod's kernel forwards,
 // segments and sums it.
-func TestPodThatForwards(t *testing.T) {
-	w := shared(t)
+func TestPodThatForwards(t *testing.T) { shared(t).podThatForwards(t) }
+
+func (w *world) podThatForwards(t *testing.T) {
 	ctx := within(t, 2*time.Minute)
 	behind := w.host(t, ctx, "behind")
 	router := w.remote
@@ -96,7 +97,7 @@ func (w *world) throughRouter(ctx context.Context, t *testing.T, behind *cluster
 	l = listen(t, w.client.Netns, back, nil)
 	transfer(ctx, t, behind, l, back, size, nil)
 	l.Close()
-	if got := counters(t, w.b).since(before); got["fwd_decap"] < 20 || got["fwd_encap"] < 20 || len(got.drops()) > 0 {
+	if got := counters(t, w.b).since(before); got["fwd_decap"] < 20 || got["fwd_encap"]+got["fwd_ipip"] < 20 || len(got.drops()) > 0 {
 		t.Errorf("not by the fast path: %v", got)
 	}
 	echoUDP(t, behind, port(inside, number))

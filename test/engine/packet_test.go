@@ -63,15 +63,19 @@ func (p packet) frame() []byte {
 		l4 = make([]byte, 8, 8+len(p.payload))
 		binary.BigEndian.PutUint16(l4[4:], uint16(8+len(p.payload)))
 	}
-	binary.BigEndian.PutUint16(l4, p.sport)
-	binary.BigEndian.PutUint16(l4[2:], p.dport)
-	l4 = append(l4, p.payload...)
-	pseudo := words(p.src.AsSlice()) + words(p.dst.AsSlice()) + uint32(p.proto) + uint32(len(l4))
-	sum := folded(pseudo + words(l4))
-	if p.proto == 17 && sum == 0 {
-		sum = 0xffff // 0 says that there is none, RFC 768, and over IPv6 there must be one
+	if p.proto == protoIPIP {
+		l4 = p.payload
+	} else {
+		binary.BigEndian.PutUint16(l4, p.sport)
+		binary.BigEndian.PutUint16(l4[2:], p.dport)
+		l4 = append(l4, p.payload...)
+		pseudo := words(p.src.AsSlice()) + words(p.dst.AsSlice()) + uint32(p.proto) + uint32(len(l4))
+		sum := folded(pseudo + words(l4))
+		if p.proto == 17 && sum == 0 {
+			sum = 0xffff // 0 says that there is none, RFC 768, and over IPv6 there must be one
+		}
+		binary.BigEndian.PutUint16(l4[at:], sum)
 	}
-	binary.BigEndian.PutUint16(l4[at:], sum)
 
 	f := make([]byte, 14, 14+40+len(l4))
 	copy(f, p.dstMAC)

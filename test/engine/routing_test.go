@@ -162,17 +162,18 @@ func directSources(ctx context.Context, t *testing.T, w *world) {
 	}
 }
 
-// Cross-subnet (N5): nodes on one link route, a node behind a router gets the
-// tunnel, in both directions and by services.
-func TestCrossSubnet(t *testing.T) {
-	nodes := append(cluster.DefaultNodes(), cluster.NodeConfig{
+// threeNodes are the plan's two and one for moveFar.
+func threeNodes() []cluster.NodeConfig {
+	return append(cluster.DefaultNodes(), cluster.NodeConfig{
 		Name:     "node-c",
 		Addrs:    []netip.Prefix{netip.MustParsePrefix("172.31.1.2/24"), netip.MustParsePrefix("fd00:172:31:1::2/64")},
 		PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.90.0/24"), netip.MustParsePrefix("fd00:10:244:5a::/64")},
 	})
-	w := own(t, cluster.Config{Nodes: nodes, AgentArgs: []string{"--routing-mode", "cross-subnet"}})
-	ctx := within(t, 2*time.Minute)
-	// The third node moves from the switch to the router's other side.
+}
+
+// moveFar takes the third node from the switch to the router's other side.
+func (w *world) moveFar(ctx context.Context, t *testing.T) {
+	t.Helper()
 	far := w.Node("node-c")
 	for key, value := range map[string]string{"net/ipv4/ip_forward": "1", "net/ipv6/conf/all/forwarding": "1"} {
 		ok(t, w.Ext.Sysctl(key, value))
@@ -189,6 +190,14 @@ func TestCrossSubnet(t *testing.T) {
 		ip addr add fd00:172:31:1::2/64 dev eth0 nodad
 		ip route add default via 172.31.1.1
 		ip route add default via fd00:172:31:1::1`))
+}
+
+// Cross-subnet (N5): nodes on one link route, a node behind a router gets the
+// tunnel, in both directions and by services.
+func TestCrossSubnet(t *testing.T) {
+	w := own(t, cluster.Config{Nodes: threeNodes(), AgentArgs: []string{"--routing-mode", "cross-subnet"}})
+	ctx := within(t, 2*time.Minute)
+	w.moveFar(ctx, t)
 	obj := podObject("distant", "node-c", "10.244.90.65", "fd00:10:244:5a::65")
 	ok(t, w.Manifests.Put(obj))
 	ok(t, w.start(ctx))

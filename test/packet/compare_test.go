@@ -71,6 +71,9 @@ func (e *engine) choices(p packet, r *result) []choice {
 
 // inner is what left, without the tunnel's header.
 func (r *result) inner() []byte {
+	if r.counts[fwdIPIP] != 0 {
+		return unwrap(r.out)
+	}
 	if r.counts[fwdEncap] != 0 {
 		return r.out[tunnelHeader:]
 	}

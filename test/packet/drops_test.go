@@ -16,6 +16,7 @@ import (
 type dropCase struct {
 	why  reason
 	v6   bool // IPv6 alone knows it
+	v4   bool // IPv4 alone
 	fire func(w *world) *result
 }
 
@@ -69,6 +70,16 @@ func dropCases() []dropCase {
 		}},
 		{why: bpf.DpPwReasonPW_DROP_POD_VXLAN, fire: func(w *world) *result {
 			return w.pod(devClient, udp(ap(w.f.client, 1), ap(w.f.nodeB, 4789)))
+		}},
+		{why: podIPIP, fire: func(w *world) *result {
+			fr := frame{src: ap(w.f.client, 0), dst: ap(w.f.nodeB, 0), proto: protoIPIP, payload: make([]byte, 40)}
+			return w.pod(devClient, fr)
+		}},
+		{why: congested, v4: true, fire: func(w *world) *result {
+			pkt := wrapIPIP(w.t, w.f.nodeB, w.f.nodeA, udp(ap(w.f.remote, 1), ap(w.f.client, 2)).bytes(w.t))
+			pkt[15] |= 3
+			mend(pkt)
+			return w.run(w.at(fromNetdev, pkt))
 		}},
 		{why: bpf.DpPwReasonPW_DROP_NO_SERVICE, fire: func(w *world) *result {
 			return w.pod(devClient, udp(ap(w.f.client, 1), ap(w.f.unowned, svcPort)))
@@ -173,7 +184,7 @@ func notProvoked() map[reason]string {
 func TestDrops(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {
 		for _, c := range dropCases() {
-			if c.v6 && !w.f.v6 {
+			if c.v6 && !w.f.v6 || c.v4 && w.f.v6 {
 				continue
 			}
 			t.Run(maps.ReasonName(c.why), func(t *testing.T) {

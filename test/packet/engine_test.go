@@ -102,6 +102,8 @@ func newEngine(t testing.TB, f family, crowded bool) *engine {
 	w := &world{t: t, f: f, datapath: d}
 	w.fill()
 	w.ways()
+	// One of the two takes IPv4 in IPv4.
+	w.node(nodeIDC, func(n *pwmaps.Node) { n.Flags |= pwmaps.NodeIPIP })
 	for _, id := range []uint32{idClient, idLocal, idThird, idRemote, pwmaps.IdentityWorld} {
 		w.policy(2, id, pwmaps.PolicyPort, pwmaps.ProtoTCP, podPort, pwmaps.VerdictAllow)
 	}
@@ -255,6 +257,9 @@ func (e *engine) send(p packet, answer bool) string {
 	}
 	e.m.now = e.w.now()
 	if e.m.takesDecap(p) {
+		if p.ipip {
+			s = e.w.at(fromNetdev, wrapIPIP(e.w.t, from, e.w.f.nodeA, pkt))
+		}
 		return e.one(outer, s)
 	}
 	r := e.run(s)

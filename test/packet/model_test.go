@@ -46,6 +46,7 @@ type packet struct {
 	ttl   uint8
 	quote *flowKey // an ICMP error: the tuple of the packet it quotes
 	decap bool     // behind a tunnel header that we may take off
+	ipip  bool     // and that is IPv4 alone
 
 	service bool // from outside to a service's address
 }

@@ -39,6 +39,9 @@ func (m *model) deliver(f *mflow, dir int, p packet, o outcome) outcome {
 		o.end = fwdTunnel
 		if p.quote == nil && (p.hook == fromPod || p.hook == fromNetdev) && m.overlaid {
 			o.end = fwdEncap
+			if o.to.id == nodeIDC && e.Flags&uint8(bpf.DpPwFlowFlagsPW_F_TUNNEL) == 0 && pwmaps.FromAddr(e.Dst).Is4() {
+				o.end = fwdIPIP
+			}
 		}
 	case bpf.DpPwPlaceKindPW_PLACE_WIRE:
 		o.end = fwdWire

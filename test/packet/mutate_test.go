@@ -33,6 +33,9 @@ func (w *world) seeds(h hook) [][]byte {
 		for _, flags := range []uint8{ack, fin | ack, rst} {
 			c.answer.flags = flags
 			out = append(out, w.wrap(outer().nodeB, c.answer.bytes(w.t)))
+			if !w.f.v6 {
+				out = append(out, wrapIPIP(w.t, w.f.nodeB, w.f.nodeA, c.answer.bytes(w.t)))
+			}
 		}
 	}
 	return append(out, ethernet(0x0806, make([]byte, 28)), ethernet(0x8100, make([]byte, 60)))

@@ -44,6 +44,7 @@ const (
 	fwdEncap  = bpf.DpPwReasonPW_FWD_ENCAP
 	fwdDecap  = bpf.DpPwReasonPW_FWD_DECAP
 	fwdDirect = bpf.DpPwReasonPW_FWD_DIRECT
+	fwdIPIP   = bpf.DpPwReasonPW_FWD_IPIP
 
 	hit         = bpf.DpPwReasonPW_FLOW_HIT
 	hitNew      = bpf.DpPwReasonPW_FLOW_HIT_NEW
@@ -244,7 +245,7 @@ func (r *result) ends() (reason, bool) {
 	var found reason
 	n := uint64(0)
 	for why, count := range r.counts {
-		if why < hit || maps.IsDrop(why) {
+		if why < hit || why == fwdIPIP || maps.IsDrop(why) {
 			found, n = why, n+count
 		}
 	}
@@ -282,9 +283,10 @@ func (r *result) broken() string {
 	case maps.IsDrop(why):
 		want = actDrop
 	case stays:
-	case why == fwdWire, why == fwdEncap, why == fwdDecap, why == fwdDirect, why == fwdTunnel && r.shot.hook != toOverlay, why == fwdLocal && r.shot.hook != toPod:
+	case why == fwdWire, why == fwdEncap, why == fwdDecap, why == fwdDirect, why == fwdIPIP, why == fwdTunnel && r.shot.hook != toOverlay, why == fwdLocal && r.shot.hook != toPod:
 		want = actRedirect
-	case why == fwdHost && (r.newSource() && (r.shot.hook == fromPod || r.shot.hook == fromNetdev) || egress(r.shot.hook) && r.shot.hook != toLo):
+	case why == fwdHost && (r.newSource() && (r.shot.hook == fromPod || r.shot.hook == fromNetdev) || egress(r.shot.hook) && r.shot.hook != toLo ||
+		r.shot.hook == fromNetdev && r.mark&0x1000 != 0):
 		// Into the stack by the tunnel's device, which answers marked.
 		want = actRedirect
 	}
@@ -315,8 +317,17 @@ func (r *result) spoiled() string {
 			return w + " tunnel header is wrong"
 		}
 		out = out[tunnelHeader:]
+	case r.counts[fwdIPIP] != 0:
+		if w := wrong(out); w != "" || len(out) != len(in)+ipipHeader {
+			return w + " IPIP header is wrong"
+		}
+		out = unwrap(out)
 	case r.counts[fwdDecap] != 0:
-		in = in[tunnelHeader:]
+		if in[23] == protoIPIP {
+			in = unwrap(in)
+		} else {
+			in = in[tunnelHeader:]
+		}
 		if r.action == actDrop {
 			return ""
 		}

@@ -197,7 +197,7 @@ func (e *engine) packet(k flowKey, from sender, s step) packet {
 		p.hook, p.dev = fromPod, from.id
 	case from.kind == bpf.DpPwPlaceKindPW_PLACE_NODE:
 		p.hook, p.dev = fromOverlay, e.w.index(devOverlay)
-		p.decap = s.y&1 == 0
+		p.decap, p.ipip = s.y&1 == 0, s.y&2 == 0 && !e.w.f.v6
 		if from.via {
 			p.key.Via = uint16(from.id)
 		}

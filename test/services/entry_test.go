@@ -232,11 +232,11 @@ func TestS28TwoEntryNodes(t *testing.T) { shared(t).twoEntryNodes() }
 
 func TestN12SizesTunnel(t *testing.T) { shared(t).sizes() }
 
-// Where pods' packets need no tunnel clients' packets are carried in it all the
-// same. The contract holds in every routing mode as a whole.
+// Where pods' packets need no tunnel, or another, clients' packets are carried
+// in it all the same. The contract holds in every routing mode as a whole.
 func TestServicesDirect(t *testing.T) {
 	t.Parallel()
-	for _, mode := range []string{"direct", "cross-subnet"} {
+	for _, mode := range []string{"direct", "cross-subnet", "ipip"} {
 		t.Run(mode, func(t *testing.T) {
 			w := own(t, "--routing-mode", mode)
 			w.T.Run("S6", func(t *testing.T) { w.sub(t).replies() })

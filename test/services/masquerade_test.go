@@ -15,7 +15,7 @@ import (
 // port of another node, which their own node cannot translate, too.
 func TestNoMasquerade(t *testing.T) {
 	t.Parallel()
-	for _, mode := range []string{"vxlan", "direct"} {
+	for _, mode := range []string{"vxlan", "direct", "ipip"} {
 		t.Run(mode, func(t *testing.T) {
 			t.Parallel()
 			w := own(t, "--masquerade=false", "--routing-mode", mode)

@@ -91,9 +91,13 @@ func checkWay(m mode, w workload, operations uint64, d counts) error {
 	switch {
 	case m.tunnel:
 		nodes = 2
-		least("fwd_encap of node-a", d.sum("node-a", "from_pod", "fwd_encap"), there)
+		sent := "fwd_encap"
+		if m.ipip {
+			sent = "fwd_ipip"
+		}
+		least(sent+" of node-a", d.sum("node-a", "from_pod", sent), there)
 		least("fwd_decap of node-b", d.sum("node-b", "from_netdev", "fwd_decap"), there)
-		least("fwd_encap of node-b", d.sum("node-b", "from_pod", "fwd_encap"), back)
+		least(sent+" of node-b", d.sum("node-b", "from_pod", sent), back)
 		least("fwd_decap of node-a", d.sum("node-a", "from_netdev", "fwd_decap"), back)
 		// Builds that may be compared with sent first packets through the device.
 		device := uint64(0)

@@ -25,7 +25,8 @@ type mode struct {
 	against  string   // the plain kernel mode that does the same job
 	server   string   // pod that serves
 	podweir  bool     // agents run; the client calls the service of that name
-	tunnel   bool     // between nodes through VXLAN
+	tunnel   bool     // between nodes encapsulated; VXLAN, unless
+	ipip     bool     // IPv4 in IPv4
 	agent    []string // flags
 	bin      string   // folder of the programs, "" is this build's
 }
@@ -39,6 +40,7 @@ func allModes() []mode {
 		{name: "kernel-direct", topology: "kernel-direct", server: "remote"},
 		{name: "kernel-same-node", topology: "kernel-direct", server: "local"},
 		{name: "podweir-vxlan", topology: "podweir-vxlan", server: "remote", against: baseline, podweir: true, tunnel: true},
+		{name: "podweir-ipip", topology: "podweir-ipip", server: "remote", against: baseline, podweir: true, tunnel: true, ipip: true, agent: []string{"--routing-mode", "ipip"}},
 		{name: "podweir-cross-subnet", topology: "podweir-cross-subnet", server: "remote", against: "kernel-direct", podweir: true, agent: []string{"--routing-mode", "cross-subnet"}},
 		{name: "podweir-direct", topology: "podweir-direct", server: "remote", against: "kernel-direct", podweir: true, agent: []string{"--routing-mode", "direct"}},
 		{name: "podweir-same-node", topology: "podweir-vxlan", server: "local", against: "kernel-same-node", podweir: true},

@@ -32,6 +32,13 @@ func (c *checks) all(ctx context.Context, cgroup string) {
 		c.do("tunnel-by-header", func() error { return each(func(v6 bool) error { return w.checkTunnel(v6, true) }) })
 		c.do("host-by-header", func() error { return each(w.checkHost) })
 	}
+	if c.do("ipip", func() error { return w.useIPIP(true) }) {
+		c.do("tunnel-by-ipip", w.checkIPIP)
+		c.do("host-by-ipip", func() error { return each(func(v6 bool) error { return w.checkHostBy(v6, !v6) }) })
+		if c.do("header-again", func() error { return w.useIPIP(false) }) {
+			c.do("tunnel-by-header-again", func() error { return each(func(v6 bool) error { return w.checkTunnel(v6, true) }) })
+		}
+	}
 	c.do("replaced", func() error { return w.checkReplaced(ctx) })
 	if c.do("offload-off", w.offloadOff) {
 		c.do("checksums", func() error {
@@ -237,7 +244,15 @@ func (w *world) checkStale(v6 bool) error {
 
 // checkHost lets a process of the node speak to pods and services, and pods
 // to processes of both nodes.
-func (w *world) checkHost(v6 bool) error {
+func (w *world) checkHost(v6 bool) error { return w.checkHostBy(v6, false) }
+
+// checkHostBy: answers of pods there come by the tunnel's device, or in IPv4
+// alone.
+func (w *world) checkHostBy(v6, ipip bool) error {
+	back := fromOverlay
+	if ipip {
+		back = fromNetdev
+	}
 	grown, err := w.a.growth(func() error {
 		return errors.Join(
 			w.a.converse(w.local.ip(v6), podPort), w.a.ping(w.local.ip(v6), 2),
@@ -259,7 +274,7 @@ func (w *world) checkHost(v6 bool) error {
 		grown.want(-10, bpf.DpPwReasonPW_FWD_LOCAL, toPod, v6),
 		grown.want(-20, bpf.DpPwReasonPW_FWD_TUNNEL, toOverlay, v6),
 		grown.want(-10, bpf.DpPwReasonPW_FWD_HOST, fromPod, v6),
-		grown.want(-10, bpf.DpPwReasonPW_FWD_HOST, fromOverlay, v6),
+		grown.want(-10, bpf.DpPwReasonPW_FWD_HOST, back, v6),
 		grown.want(-10, bpf.DpPwReasonPW_FWD_LOCAL, bpf.DpPwHookPW_TO_LO, v6),
 		grown.want(-10, bpf.DpPwReasonPW_FWD_TUNNEL, bpf.DpPwHookPW_TO_LO, v6),
 		grown.want(-5, bpf.DpPwReasonPW_FWD_LOCAL, fromNetdev, v6),
@@ -314,6 +329,37 @@ func (w *world) checkTunnel(v6, own bool) error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// checkIPIP crosses in IPv4 alone, with datagrams that the kernel keeps in one
+// packet, too.
+func (w *world) checkIPIP() error {
+	at := netip.AddrPortFrom(w.remote.ip(false), podPort)
+	var far counters
+	near, err := w.a.growth(func() (err error) {
+		far, err = w.b.growth(func() error {
+			return errors.Join(w.client.udpEcho(at, rounds, 1400), w.client.ping(at.Addr(), rounds),
+				w.client.udpSegments(at, rounds, 10, 1000))
+		})
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	stream, err := w.a.growth(func() error {
+		return errors.Join(w.client.tcpEcho(at, 1<<20), w.remote.tcpEcho(netip.AddrPortFrom(w.client.ip(false), podPort), 1<<20))
+	})
+	if err != nil {
+		return err
+	}
+	logf("ipip: near%v; far%v; streams%v", near, far, stream)
+	return errors.Join(
+		near.want(3*rounds, bpf.DpPwReasonPW_FWD_IPIP, fromPod, false),
+		near.want(0, bpf.DpPwReasonPW_FWD_TUNNEL, fromPod, false),
+		far.want(3*rounds, bpf.DpPwReasonPW_FWD_DECAP, fromNetdev, false),
+		far.want(0, bpf.DpPwReasonPW_FWD_LOCAL, fromOverlay, false),
+		stream.want(-10, bpf.DpPwReasonPW_FWD_IPIP, fromPod, false),
+		stream.want(-10, bpf.DpPwReasonPW_FWD_DECAP, fromNetdev, false))
 }
 
 // checkReplaced loads node a's datapath again over what is pinned, as an

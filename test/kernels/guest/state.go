@@ -136,6 +136,22 @@ func (w *world) useHeader(own bool) error {
 	return errors.Join(w.a.setPeer(w.b, own), w.b.setPeer(w.a, own))
 }
 
+// useIPIP has IPv4 go in IPv4, or not.
+func (w *world) useIPIP(on bool) error {
+	set := func(n, other *node) error {
+		peer, _, err := n.maps().Nodes.Get(other.id)
+		if err != nil {
+			return err
+		}
+		peer.Flags = maps.NodeHeader
+		if on {
+			peer.Flags |= maps.NodeIPIP
+		}
+		return n.maps().Nodes.Put(other.id, peer)
+	}
+	return errors.Join(set(w.a, w.b), set(w.b, w.a))
+}
+
 func (n *node) setPeer(other *node, own bool) error {
 	peer := maps.Node{
 		Addr: maps.ToAddr(other.addr), Nexthop: maps.ToAddr(other.addr),

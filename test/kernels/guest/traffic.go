@@ -11,6 +11,8 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // patience is how long an answer may take on an emulated processor.
@@ -156,6 +158,41 @@ func datagrams(conn net.Conn, rounds, size int) error {
 		}
 		if !bytes.Equal(sent, got[:n]) {
 			return fmt.Errorf("UDP echo from %v differs from what was sent", conn.RemoteAddr())
+		}
+	}
+	return nil
+}
+
+// udpSegments sends datagrams several in one packet (UDP_SEGMENT) and wants
+// each of them back, in any order.
+func (s *space) udpSegments(to netip.AddrPort, rounds, parts, size int) error {
+	conn, err := s.dial("udp", to)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	raw, err := conn.(*net.UDPConn).SyscallConn()
+	if err != nil {
+		return err
+	}
+	var serr error
+	err = raw.Control(func(fd uintptr) { serr = unix.SetsockoptInt(int(fd), unix.IPPROTO_UDP, unix.UDP_SEGMENT, size) })
+	if err = errors.Join(err, serr, conn.SetDeadline(time.Now().Add(patience))); err != nil {
+		return err
+	}
+	sent, got := pattern(parts*size), make([]byte, size+1)
+	for i := range rounds {
+		if _, err := conn.Write(sent); err != nil {
+			return fmt.Errorf("UDP to %v, segmented write %d: %w", to, i, err)
+		}
+		for j := range parts {
+			n, err := conn.Read(got)
+			if err != nil {
+				return fmt.Errorf("UDP echo from %v, segmented write %d, datagram %d: %w", to, i, j, err)
+			}
+			if n != size || !bytes.Contains(sent, got[:n]) {
+				return fmt.Errorf("UDP echo from %v: %d bytes that were not sent", to, n)
+			}
 		}
 	}
 	return nil
