@@ -32,7 +32,7 @@ static __always_inline int pw_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
 	if (p->kind != PW_KIND_FLOW)
 		return 0;
 	f = pw_flow_find(&p->key);
-	if (f && f->flags & PW_F_XLATE) {
+	if (f && (f->flags & PW_F_XLATE || f->frame)) {
 		p->service = !(f->flags & PW_F_REPLY);
 		return 1;
 	}
