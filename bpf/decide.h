@@ -293,7 +293,6 @@ static __always_inline int pw_mirror(struct __sk_buff *skb, const struct pw_pkt 
 	if (p->key.via)
 		s->rev.flags |= PW_F_TUNNEL;
 	__builtin_memcpy(s->rev.mac, s->src.mac, 6);
-	s->rev.frame = 0;
 	/* Segments for here come by the tunnel, those from here do not. */
 	if (s->fwd.entry)
 		s->rev.flags |= PW_F_CLAMP;

@@ -198,8 +198,8 @@ struct pw_flow {
 	__u16 dport;
 	__u16 twin_via; /* via of the other direction's key */
 	/*
-	 * PW_PLACE_POD: destination MAC of the delivery. With frame: port (in
-	 * network order) and last four bytes of the backend.
+	 * PW_PLACE_POD: destination MAC of the delivery. PW_PLACE_NODE with
+	 * frame: port (network order) and last four bytes of the backend.
 	 */
 	__u8 mac[6];
 	__u8 flags; /* enum pw_flow_flags */
@@ -208,16 +208,20 @@ struct pw_flow {
 	__u8 reason; /* enum pw_reason of a denial, else 0 */
 	struct pw_place from; /* where these packets must come from */
 	struct pw_place to;
-	struct pw_addr nexthop; /* PW_PLACE_WIRE; with frame: the backend */
+	struct pw_addr nexthop; /* PW_PLACE_WIRE; PW_PLACE_NODE with frame: the backend */
 	struct pw_gen_ref src_gen; /* of the ORIGINAL direction's source */
 	struct pw_gen_ref dst_gen; /* and (translated) destination */
 	__u32 service; /* id of the service, 0 = none */
 	__u32 rule; /* rule reference of the verdict, 0 = not isolated */
 	__u32 key_hash; /* of the key; 0 = being removed: a recycled or claimed
 			     * value is recognised */
-	/* Direct return, see dsr.h. */
-	__u16 entry; /* on the backend's node: the node by which the client's packets come */
-	__u8 frame; /* on the entry node: how frames name the backend, enum pw_frame */
+	/*
+	 * Direct return (see dsr.h), in both entries: on the backend's node by
+	 * which node the client's packets come; on that node how its frames name
+	 * the backend, enum pw_frame.
+	 */
+	__u16 entry;
+	__u8 frame;
 	__u8 pad;
 };
 PW_ASSERT_SIZE(struct pw_flow, 128);

@@ -22,17 +22,17 @@ const (
 	tcpClosed  = finOrig | finReply
 )
 
-// direct is a datapath with --external-source dsr and little room for flows
+// withDSR is a datapath with --external-source dsr and little room for flows
 // that are not confirmed.
-var direct = sync.OnceValues(func() (*datapath, error) {
+var withDSR = sync.OnceValues(func() (*datapath, error) {
 	return load(loader.Config{DSR: true, FlowsMax: 4096, FlowsNewMax: 1024})
 })
 
-func bothDirect(t *testing.T, test func(t *testing.T, w *world)) {
+func bothDSR(t *testing.T, test func(t *testing.T, w *world)) {
 	t.Helper()
 	for _, f := range families() {
 		t.Run(f.name, func(t *testing.T) {
-			d, err := direct()
+			d, err := withDSR()
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -114,8 +114,8 @@ func (w *world) confirmedFlows() int {
 // At the entry node: the packet as it came, in a frame that names the backend;
 // the flow confirmed by what the client says next, for no answer is seen;
 // closed by its FIN; and no flood takes its place, or stands beside it.
-func TestDirectEntry(t *testing.T) {
-	bothDirect(t, func(t *testing.T, w *world) {
+func TestDSREntry(t *testing.T) {
+	bothDSR(t, func(t *testing.T, w *world) {
 		f, be := w.f, ap(w.f.remote, podPort)
 		fr := tcp(ap(f.world, 40000), ap(f.lb, svcPort), syn)
 		send := func(flags uint8) *result { fr.flags = flags; return w.wire(fr) }
@@ -164,8 +164,8 @@ func TestDirectEntry(t *testing.T) {
 
 // A datagram's flow is confirmed by the next, and gets another backend when
 // its own is gone; a TCP connection keeps it.
-func TestDirectEntryReselects(t *testing.T) {
-	bothDirect(t, func(t *testing.T, w *world) {
+func TestDSREntryReselects(t *testing.T) {
+	bothDSR(t, func(t *testing.T, w *world) {
 		f, old := w.f, ap(w.f.remote, podPort)
 		dgram, seg := udp(ap(f.world, 40000), ap(f.nodeA, nodePort)), tcp(ap(f.world, 40000), ap(f.nodeA, nodePort), syn)
 		w.wire(dgram).is(fwdEncap, miss, created).names(old, framePod, dgram)
@@ -191,8 +191,8 @@ func TestDirectEntryReselects(t *testing.T) {
 
 // What a frame cannot say, and whose answers have to come back, takes the
 // ordinary way.
-func TestDirectEntryFallsBack(t *testing.T) {
-	bothDirect(t, func(t *testing.T, w *world) {
+func TestDSREntryFallsBack(t *testing.T) {
+	bothDSR(t, func(t *testing.T, w *world) {
 		f, be := w.f, ap(w.f.remote, podPort)
 		node := tcp(ap(f.nodeC, 40000), ap(f.nodeA, nodePort), syn)
 		w.wire(node).is(fwdEncap, miss, created).via(node.src, be)
@@ -222,9 +222,9 @@ func TestDirectEntryFallsBack(t *testing.T) {
 
 // At the backend's node: translated, answered by the wire under the service's
 // address, known from then on, and judged by the client's own address.
-func TestDirectBackend(t *testing.T) {
+func TestDSRBackend(t *testing.T) {
 	const clamped = bpf.DpPwReasonPW_MSS_CLAMPED
-	bothDirect(t, func(t *testing.T, w *world) {
+	bothDSR(t, func(t *testing.T, w *world) {
 		f, be := w.f, ap(w.f.local, podPort)
 		out := tcp(ap(f.world, 40000), ap(f.nodeB, nodePort), syn)
 		answer := tcp(be, out.src, syn|ack)
@@ -286,8 +286,8 @@ func TestDirectBackend(t *testing.T) {
 }
 
 // One client port to two frontends and one backend: both get their answers.
-func TestDirectBackendTellsFrontendsApart(t *testing.T) {
-	bothDirect(t, func(t *testing.T, w *world) {
+func TestDSRBackendTellsFrontendsApart(t *testing.T) {
+	bothDSR(t, func(t *testing.T, w *world) {
 		f, be := w.f, ap(w.f.local, podPort)
 		first := udp(ap(f.world, 40000), ap(f.nodeB, nodePort))
 		second := udp(first.src, ap(f.lb, svcPort))
@@ -301,8 +301,8 @@ func TestDirectBackendTellsFrontendsApart(t *testing.T) {
 }
 
 // Nobody but a node may name a backend, and none that is not here.
-func TestDirectIsNoRoadElsewhere(t *testing.T) {
-	bothDirect(t, func(t *testing.T, w *world) {
+func TestDSRIsNoRoadElsewhere(t *testing.T) {
+	bothDSR(t, func(t *testing.T, w *world) {
 		f, be := w.f, ap(w.f.local, podPort)
 		out := udp(ap(f.world, 40000), ap(f.lb, svcPort))
 		pkt := out.bytes(t)
@@ -357,8 +357,8 @@ func f4(a netip.Addr) netip.Addr {
 // A router's word about an answer goes to the service's address, which is the
 // entry node's: it goes on to the backend, in a frame that names it, and comes
 // to it about its own packet.
-func TestDirectICMP(t *testing.T) {
-	bothDirect(t, func(t *testing.T, w *world) {
+func TestDSRErrors(t *testing.T) {
+	bothDSR(t, func(t *testing.T, w *world) {
 		f, be := w.f, ap(w.f.remote, podPort)
 		out := udp(ap(f.world, 40000), ap(f.lb, svcPort))
 		w.wire(out).is(fwdEncap, miss, created)

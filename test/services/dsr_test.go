@@ -1,13 +1,15 @@
 package services
 
 import (
+	"encoding/binary"
 	"fmt"
+	"net"
 	"net/netip"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/podweir/podweir/internal/bpf"
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/test/cluster"
 	"github.com/podweir/podweir/test/tools/probe"
@@ -24,6 +26,10 @@ func TestDSR(t *testing.T) {
 			w.T.Run("S28", func(t *testing.T) { w.sub(t).twoEntryNodes() })
 			w.T.Run("N12", func(t *testing.T) { w.sub(t).directSizes(mode) })
 			w.T.Run("ends", func(t *testing.T) { w.sub(t).directEnds() })
+			if mode == "vxlan" {
+				w.T.Run("N18", func(t *testing.T) { w.sub(t).directFlood() })
+				w.T.Run("N13", func(t *testing.T) { w.sub(t).directLies() })
+			}
 			w.T.Run("rows", func(t *testing.T) {
 				w := w.sub(t)
 				w.claim("by-proxy")
@@ -177,7 +183,7 @@ func (w *world) directEnds() {
 			client := netip.MustParseAddrPort(r.Local)
 			confirmed := func(node string) error {
 				for _, f := range w.directFlows(node, client, target) {
-					if f.Flags&8 != 0 && f.Tcp&1 == 0 {
+					if f.Flags&uint8(bpf.DpPwFlowFlagsPW_F_CONFIRMED) != 0 && f.Tcp&uint8(bpf.DpPwTcpStatePW_TCP_FIN_ORIG) == 0 {
 						return nil
 					}
 				}
@@ -189,10 +195,12 @@ func (w *world) directEnds() {
 			if _, err := st.Stop(w.ctx); err != nil {
 				t.Error(err)
 			}
+			const fin = uint8(bpf.DpPwTcpStatePW_TCP_FIN_ORIG | bpf.DpPwTcpStatePW_TCP_FIN_REPLY)
+			const reset = uint8(bpf.DpPwTcpStatePW_TCP_RST)
 			for _, node := range []string{"node-a", "node-b"} {
 				w.must(cluster.Eventually(w.ctx, func() error {
 					for _, f := range w.directFlows(node, client, target) {
-						if f.Tcp&3 != 3 && f.Tcp&4 == 0 {
+						if f.Tcp&(fin|reset) != fin && f.Tcp&reset == 0 {
 							return fmt.Errorf("%s: not closed: %+v", node, f)
 						}
 					}
@@ -203,4 +211,153 @@ func (w *world) directEnds() {
 	}
 }
 
-var _ = time.Second
+// synFlood sends SYNs from that many ports, in the order of the ports.
+func (w *world) synFlood(from *cluster.Netns, src netip.Addr, target netip.AddrPort, ports int) {
+	w.Helper()
+	w.must(from.Do(func() error {
+		domain := family(src.Is6(), unix.AF_INET, unix.AF_INET6)
+		fd, err := unix.Socket(domain, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_TCP)
+		if err != nil {
+			return fmt.Errorf("raw socket: %w", err)
+		}
+		defer unix.Close(fd)
+		var to unix.Sockaddr = &unix.SockaddrInet6{Addr: target.Addr().As16()}
+		if src.Is4() {
+			to = &unix.SockaddrInet4{Addr: target.Addr().As4()}
+		} else if err := unix.SetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_CHECKSUM, 16); err != nil {
+			return fmt.Errorf("have the kernel write checksums: %w", err)
+		}
+		tcp := make([]byte, 20)
+		binary.BigEndian.PutUint16(tcp[2:], target.Port())
+		tcp[12], tcp[13], tcp[14] = 5<<4, 2, 0xff
+		for i := range ports {
+			binary.BigEndian.PutUint16(tcp, uint16(1024+i))
+			if src.Is4() {
+				copy(tcp[16:18], []byte{0, 0})
+				sum := uint32(6 + len(tcp))
+				a, b := src.As4(), target.Addr().As4()
+				for _, part := range [][]byte{a[:], b[:], tcp} {
+					for j := 0; j < len(part); j += 2 {
+						sum += uint32(part[j])<<8 | uint32(part[j+1])
+					}
+				}
+				sum = sum&0xffff + sum>>16
+				sum += sum >> 16
+				binary.BigEndian.PutUint16(tcp[16:], ^uint16(sum))
+			}
+			if err := unix.Sendto(fd, tcp, 0, to); err != nil && err != unix.ENOBUFS && err != unix.EPERM {
+				return fmt.Errorf("SYN %d: %w", i, err)
+			}
+		}
+		return nil
+	}))
+}
+
+// A flood of SYNs to the same frontend fills the table of its own kind at both
+// nodes; an established connection is the same flow after it as before.
+func (w *world) directFlood() {
+	s := service{name: "direct-flood", n: 235, ends: "back-b"}
+	w.put(s)
+	w.eachFamily(func(w *world, v6 bool) {
+		target := s.frontend(w, "node@node-a", v6)
+		st, err := w.callers["out"].ns.Stream(w.ctx, target.String(), "-proto", "tcp", "-interval", "10ms")
+		w.must(err)
+		r, err := st.Await(w.ctx, "answers", func(r probe.StreamReport) bool { return r.Received >= 5 })
+		w.must(err)
+		client := netip.MustParseAddrPort(r.Local)
+		born := func(node string) uint64 {
+			for _, f := range w.directFlows(node, client, target) {
+				if f.Flags&uint8(bpf.DpPwFlowFlagsPW_F_CONFIRMED) != 0 {
+					return f.Created
+				}
+			}
+			w.Errorf("%s: no confirmed flow", node)
+			return 0
+		}
+		was := map[string]uint64{"node-a": born("node-a"), "node-b": born("node-b")}
+		before, err := w.read()
+		w.must(err)
+		// Two entries a flow. From another client, whose ports are all its own.
+		w.synFlood(w.callers["out-b"].ns, w.addr("out-b", v6), target, 60000)
+		now, err := w.read()
+		w.must(err)
+		key := counterKey{"node-a", "from_netdev", "flow_created", v6}
+		if room := uint64(w.sets["node-a"].FlowsNew.MaxEntries()); 2*(now[key]-before[key]) < room {
+			w.Errorf("%d new flows with room for %d entries: no flood", now[key]-before[key], room)
+		}
+		r, err = st.Await(w.ctx, "an answer after the flood", func(now probe.StreamReport) bool { return now.Received > r.Received+5 })
+		w.must(err)
+		for node, created := range was {
+			if now := born(node); now != created {
+				w.Errorf("%s: the flow is of %d, it was of %d", node, now, created)
+			}
+		}
+		if r, err = st.Stop(w.ctx); err != nil || r.Lost != 0 || r.Error != "" {
+			w.Errorf("%+v, %v", r, err)
+		}
+	})
+}
+
+// Frames that name a backend are read where they come from nodes alone: a
+// stranger's tunnel packet, and a pod's, get nowhere.
+func (w *world) directLies() {
+	w.eachFamily(func(w *world, v6 bool) {
+		client, vip := w.addr("out", v6), service{n: 236}.address("lb", v6)
+		victim := w.addr("back-b", v6).As16()
+		frame := append([]byte{2, 'p'}, victim[12:]...)
+		frame = append(frame, 2, 'p', 'w', byte(cluster.ServerPort>>8), byte(cluster.ServerPort&0xff), byte(bpf.DpPwFramePW_FRAME_POD))
+		udp := []byte{0x9c, 0x40, 0, 80, 0, 8, 0, 0}
+		if v6 {
+			frame = append(frame, 0x86, 0xdd, 0x60, 0, 0, 0, 0, byte(len(udp)), unix.IPPROTO_UDP, 64)
+		} else {
+			frame = append(frame, 0x08, 0x00, 0x45, 0, 0, byte(20+len(udp)), 0, 1, 0, 0, 64, unix.IPPROTO_UDP, 0, 0)
+		}
+		frame = append(append(frame, client.AsSlice()...), vip.AsSlice()...)
+		if !v6 {
+			sum := uint32(0)
+			for i := 14; i < 34; i += 2 {
+				sum += uint32(frame[i])<<8 | uint32(frame[i+1])
+			}
+			sum = sum&0xffff + sum>>16
+			binary.BigEndian.PutUint16(frame[24:], ^uint16(sum+sum>>16))
+		}
+		vxlan := append([]byte{8, 0, 0, 0, 0, 0x10, 0, 0}, append(frame, udp...)...)
+		for _, liar := range []struct{ who, node, hook, reason string }{
+			{"out", "node-b", "from_overlay", "drop_unknown_peer"},
+			{"pod-a", "node-a", "from_pod", "drop_pod_vxlan"},
+			{"back-b", "node-b", "from_pod", "drop_pod_vxlan"},
+		} {
+			before, err := w.read()
+			w.must(err)
+			end := netip.AddrPortFrom(w.addr("node-b", false), 4789)
+			w.must(w.callers[liar.who].ns.Do(func() error {
+				c, err := net.Dial("udp4", end.String())
+				if err != nil {
+					return err
+				}
+				defer c.Close()
+				_, err = c.Write(vxlan)
+				return err
+			}))
+			w.must(cluster.Eventually(w.ctx, func() error {
+				now, err := w.read()
+				if err != nil {
+					return err
+				}
+				sum := uint64(0)
+				for key, n := range now.since(before) {
+					if key.node == liar.node && key.hook == liar.hook && key.reason == liar.reason {
+						sum += n
+					}
+					if key.reason == "flow_created" && key.hook == "from_overlay" {
+						w.Errorf("%s made a flow", liar.who)
+					}
+				}
+				if sum == 0 {
+					return fmt.Errorf("%s: no %s at %s %s, but %v", liar.who, liar.reason, liar.node, liar.hook, now.since(before))
+				}
+				return nil
+			}))
+		}
+	})
+}
