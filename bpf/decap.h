@@ -115,14 +115,16 @@ static __always_inline int pw_decap(struct __sk_buff *skb, struct pw_pkt *p)
 	 */
 	if (skb->gso_size && p->key.proto != IPPROTO_TCP)
 		return PW_NEXT;
-	/* The entry node's id would have to be looked up for the key. */
+	/*
+	 * The entry node's id would have to be looked up for the key, and a
+	 * backend on the host's network needs the device.
+	 */
 	frame = pw_frame_kind(skb, PW_HDR_INNER);
-	if (frame == PW_FRAME_VIA)
+	if (frame != PW_FRAME_PLAIN && frame != PW_FRAME_POD)
 		return PW_NEXT;
 	known = pw_flow_load(&p->key, f, &at);
-	/* The packet's own backend, or none yet. */
-	if (frame >= PW_FRAME_POD &&
-	    !(known && frame == PW_FRAME_POD && pw_frame_names(skb, PW_HDR_INNER, f)))
+	/* Its own backend, or none yet. */
+	if (frame != PW_FRAME_PLAIN && !(known && pw_frame_names(skb, PW_HDR_INNER, f)))
 		return PW_NEXT;
 	/* The host's own needs the device. */
 	if (known && f->to.kind != PW_PLACE_POD)
