@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -29,6 +30,7 @@ func TestDSR(t *testing.T) {
 			if mode == "vxlan" {
 				w.T.Run("N18", func(t *testing.T) { w.sub(t).directFlood() })
 				w.T.Run("N13", func(t *testing.T) { w.sub(t).directLies() })
+				w.T.Run("N10", func(t *testing.T) { w.sub(t).directPath() })
 			}
 			w.T.Run("rows", func(t *testing.T) {
 				w := w.sub(t)
@@ -358,6 +360,111 @@ func (w *world) directLies() {
 				}
 				return nil
 			}))
+		}
+	})
+}
+
+// Agents that are restarted in another mode: what runs goes on the way that it
+// began by, what begins takes the new one. All modes know each other's packets,
+// for nodes change one after the other.
+func TestExternalSourceChanges(t *testing.T) {
+	t.Parallel()
+	w := own(t)
+	s := service{name: "changes", n: 238, ends: "back-b"}
+	w.put(s)
+	type running struct {
+		*cluster.Stream
+		what string
+	}
+	var streams []running
+	begin := func(mode string) {
+		for _, v6 := range []bool{false, true} {
+			for _, proto := range []string{"tcp", "udp"} {
+				st, err := w.callers["out"].ns.Stream(w.ctx, s.frontend(w, "node@node-a", v6).String(), "-proto", proto, "-interval", "10ms")
+				w.must(err)
+				streams = append(streams, running{st, fmt.Sprintf("%s %s begun with %s", proto, family(v6, "IPv4", "IPv6"), mode)})
+			}
+		}
+	}
+	goOn := func() {
+		for _, st := range streams {
+			r, err := st.Report(w.ctx)
+			w.must(err)
+			if _, err := st.Await(w.ctx, "answers", func(now probe.StreamReport) bool { return now.Received >= r.Received+5 }); err != nil {
+				t.Fatalf("%s: %v", st.what, err)
+			}
+		}
+	}
+	begin("keep")
+	goOn()
+	for _, mode := range []string{"dsr", "snat", "dsr", "keep"} {
+		w.SetAgentArgs(append(slices.Clone(nodePortAddrs), "--external-source", mode)...)
+		for _, n := range w.Nodes {
+			w.must(n.RestartAgent(w.ctx))
+			goOn()
+		}
+		begin(mode)
+		goOn()
+		w.eachFamily(func(w *world, v6 bool) {
+			target := s.frontend(w, "node@node-a", v6)
+			for _, proto := range []string{"tcp", "udp"} {
+				r, err := w.callers["out"].call(w.ctx, probe.Call{Proto: proto, Target: target.String()})
+				w.must(err)
+				want := family(mode == "snat", w.addr("out", v6), w.addr("node-a", v6))
+				if a := r.Attempts[0]; !a.OK || addrOf(a.Reply.Peer) != want {
+					w.Errorf("%s, %s: %+v, want it seen as %v", mode, proto, a, want)
+				}
+			}
+		})
+	}
+	for _, st := range streams {
+		if r, err := st.Stop(w.ctx); err != nil || r.Lost != 0 || r.Error != "" {
+			t.Errorf("%s: %+v, %v", st.what, r, err)
+		}
+	}
+}
+
+// A router with a narrow link tells the service's address that an answer does
+// not fit. That is the node that was called; the backend on the other one
+// hears of it, and sends less.
+func (w *world) directPath() {
+	s := service{name: "direct-path", n: 239, ends: "back-b"}
+	w.put(s)
+	router, err := w.AddHost(w.ctx, "narrow", netip.MustParsePrefix("172.31.0.93/24"), netip.MustParsePrefix("fd00:172:31::93/64"))
+	w.must(err)
+	far, err := w.AddHost(w.ctx, "far", netip.MustParsePrefix("172.31.0.94/24"), netip.MustParsePrefix("fd00:172:31::94/64"))
+	w.must(err)
+	for _, key := range []string{"net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding"} {
+		w.must(router.Sysctl(key, "1"))
+	}
+	// Towards the client the link carries less than the client thinks.
+	w.on(router, "ip link add wan mtu 1300 type veth peer name wan mtu 1500 netns %s", far.Name)
+	w.on(router, "ip link set wan up")
+	w.on(far, "ip link set wan up")
+	for _, v6 := range []bool{false, true} {
+		nodad, bits := family(v6, "", " nodad"), family(v6, 24, 64)
+		w.on(router, "ip addr add %s/%d dev wan%s", family(v6, "172.29.0.1", "fd00:172:29::1"), bits, nodad)
+		w.on(far, "ip addr add %s/%d dev wan%s", family(v6, "172.29.0.2", "fd00:172:29::2"), bits, nodad)
+		for _, n := range w.Nodes {
+			w.on(n.Netns, "ip route add %s via %s", family(v6, "172.29.0.0/24", "fd00:172:29::/64"), family(v6, "172.31.0.93", "fd00:172:31::93"))
+		}
+		target := s.frontend(w, "node@node-a", v6)
+		hop := family(v6, "172.29.0.1", "fd00:172:29::1")
+		w.on(far, "ip route add %v/%d via %s dev wan src %s", target.Addr(), target.Addr().BitLen(), hop, family(v6, "172.29.0.2", "fd00:172:29::2"))
+	}
+	w.eachFamily(func(w *world, v6 bool) {
+		before, err := w.read()
+		w.must(err)
+		r, err := far.Bulk(w.ctx, s.frontend(w, "node@node-a", v6).String(), "-bytes", "1048576", "-receive", "-timeout", "20s")
+		w.must(err)
+		if r.Bytes != 1<<20 || !r.CRCMatches || r.Error != "" {
+			w.Errorf("%+v", r)
+		}
+		now, err := w.read()
+		w.must(err)
+		// All else leaves the entry node under a header of ours.
+		if key := (counterKey{"node-a", "from_netdev", "fwd_tunnel", v6}); now[key] == before[key] {
+			w.Errorf("no error went by %s at %s %s, but %v", key.reason, key.node, key.hook, now.since(before))
 		}
 	})
 }
