@@ -280,7 +280,7 @@ static __always_inline int pw_flow_vacant(const struct pw_flow_key *key)
 static __always_inline int pw_host_knows(struct __sk_buff *skb, const struct pw_scratch *s,
 					 const struct pw_flow_key *key)
 {
-	return (s->fwd.service || key->via) && !(s->fwd.flags & PW_F_MIDSTREAM) &&
+	return (s->fwd.service || s->fwd.entry || key->via) && !(s->fwd.flags & PW_F_MIDSTREAM) &&
 	       pw_port_in_use(skb, key->proto, s->fwd.sport, 1);
 }
 
@@ -311,6 +311,9 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 	if (err == PW_NO_ROOM)
 		return PW_DROP_FLOW_INSERT;
 	if (err == PW_EXISTS) {
+		/* What is not translated cannot have another port. */
+		if (s->fwd.frame)
+			return PW_DROP_FLOW_COLLISION;
 		s->rev.flags |= PW_F_XLATE;
 		err = pw_flow_other_port(skb, key);
 		if (err)

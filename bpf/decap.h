@@ -97,7 +97,7 @@ static __always_inline int pw_decap(struct __sk_buff *skb, struct pw_pkt *p)
 	struct pw_flow *at = NULL, *f;
 	struct pw_node *node;
 	__u64 now = pw_now();
-	int known;
+	int known, frame;
 	__u32 id;
 
 	if (!s)
@@ -115,10 +115,17 @@ static __always_inline int pw_decap(struct __sk_buff *skb, struct pw_pkt *p)
 	 */
 	if (skb->gso_size && p->key.proto != IPPROTO_TCP)
 		return PW_NEXT;
-	/* The entry node's id would have to be looked up for the key. */
-	if (pw_has_via(skb, PW_HDR_INNER))
+	/*
+	 * The entry node's id would have to be looked up for the key, and a
+	 * backend on the host's network needs the device.
+	 */
+	frame = pw_frame_kind(skb, PW_HDR_INNER);
+	if (frame != PW_FRAME_PLAIN && frame != PW_FRAME_POD)
 		return PW_NEXT;
 	known = pw_flow_load(&p->key, f, &at);
+	/* Its own backend, or none yet. */
+	if (frame != PW_FRAME_PLAIN && !(known && pw_frame_names(skb, PW_HDR_INNER, f)))
+		return PW_NEXT;
 	/* The host's own needs the device. */
 	if (known && f->to.kind != PW_PLACE_POD)
 		return PW_NEXT;

@@ -23,6 +23,18 @@ static __always_inline int pw_may_enter(const struct pw_target *src)
 	return !src->ifindex && !(src->flags & (PW_PEER_POD | PW_PEER_LOCAL | PW_PEER_SERVICE));
 }
 
+/* A client of whom the cluster knows nothing. */
+static __always_inline int pw_is_outside(const struct pw_target *src)
+{
+	return !src->ifindex && !src->node && !src->flags;
+}
+
+/* Who may enter and be answered from here, not by the entry node. */
+static __always_inline int pw_may_return(const struct pw_target *src)
+{
+	return pw_may_enter(src) && !(src->flags & PW_PEER_HOST);
+}
+
 /*
  * May packets with this source come from that place? The kernel's martian
  * and reverse-path checks never see a packet that is redirected. A pod of a
@@ -38,6 +50,8 @@ static __always_inline int pw_check_source(struct pw_pkt *p, const struct pw_tar
 		return src->ifindex == p->from.id ? 0 : PW_DROP_SPOOFED_SOURCE;
 	if (p->from.kind == PW_PLACE_NODE && p->key.via)
 		return pw_may_enter(src) ? 0 : PW_DROP_SPOOFED_SOURCE;
+	if (p->from.kind == PW_PLACE_NODE && p->service == PW_CALL_NAMED)
+		return pw_may_return(src) ? 0 : PW_DROP_SPOOFED_SOURCE;
 	if (src->ifindex || src->flags & (PW_PEER_HOST | PW_PEER_LOCAL | PW_PEER_SERVICE))
 		return PW_DROP_SPOOFED_SOURCE;
 	if (p->from.kind == PW_PLACE_NODE)
@@ -176,6 +190,17 @@ static __always_inline int pw_send_as(struct pw_scratch *s, __u32 ifindex)
 	return 0;
 }
 
+/*
+ * Does the frontend that was called hide its callers, pods and this host too,
+ * as kube-proxy has it? What goes to this very host's stack stays as it is,
+ * there as here.
+ */
+static __always_inline int pw_hides_callers(const struct pw_scratch *s)
+{
+	return cfg_snat &&
+	       (s->svc_flags & (PW_SVC_EXTERNAL | PW_SVC_KEEP_SOURCE)) == PW_SVC_EXTERNAL;
+}
+
 /* Under which address does the packet go on? Sets s->fwd.src. */
 static __always_inline int pw_source(const struct pw_pkt *p, struct pw_scratch *s)
 {
@@ -196,6 +221,8 @@ static __always_inline int pw_source(const struct pw_pkt *p, struct pw_scratch *
 				return pw_send_as(s, 0);
 			if (s->fwd.to.kind == PW_PLACE_WIRE)
 				return pw_send_as(s, s->fwd.to.id);
+			if (s->fwd.to.kind == PW_PLACE_POD && pw_hides_callers(s))
+				return pw_send_as(s, 0);
 		}
 		return 0;
 	}
@@ -205,6 +232,8 @@ static __always_inline int pw_source(const struct pw_pkt *p, struct pw_scratch *
 			return pw_send_as(s, 0);
 		if (s->fwd.to.kind == PW_PLACE_WIRE && cfg_masquerade)
 			return pw_send_as(s, s->fwd.to.id);
+		if (s->fwd.service && s->fwd.to.kind != PW_PLACE_HOST && pw_hides_callers(s))
+			return pw_send_as(s, 0);
 		return 0;
 	}
 	if (p->from.kind != PW_PLACE_WIRE || !s->fwd.service)
@@ -217,8 +246,11 @@ static __always_inline int pw_source(const struct pw_pkt *p, struct pw_scratch *
 			s->fwd.flags |= PW_F_CLAMP;
 		return pw_send_as(s, 0);
 	}
-	if (s->fwd.to.kind == PW_PLACE_NODE)
+	if (s->fwd.to.kind == PW_PLACE_NODE) {
 		s->fwd.flags |= PW_F_TUNNEL | PW_F_CLAMP;
+		if (cfg_dsr && s->svc_flags & PW_SVC_EXTERNAL && pw_is_outside(&s->src))
+			pw_name_backend(p, s);
+	}
 	return 0;
 }
 
@@ -272,6 +304,9 @@ static __always_inline int pw_mirror(struct __sk_buff *skb, const struct pw_pkt 
 	if (p->key.via)
 		s->rev.flags |= PW_F_TUNNEL;
 	__builtin_memcpy(s->rev.mac, s->src.mac, 6);
+	/* Segments for here come by the tunnel, those from here do not. */
+	if (s->fwd.entry)
+		s->rev.flags |= PW_F_CLAMP;
 
 	s->rev_key.src = s->fwd.dst;
 	s->rev_key.dst = s->fwd.src;
@@ -282,7 +317,7 @@ static __always_inline int pw_mirror(struct __sk_buff *skb, const struct pw_pkt 
 	s->rev_key.pad = 0;
 
 	/* To a source on the wire: by the route of now, like any reply. */
-	if (p->from.kind == PW_PLACE_WIRE)
+	if (p->from.kind == PW_PLACE_WIRE || s->fwd.entry)
 		return pw_route(skb, &p->key.dst, &p->key.src, &s->rev);
 	return 0;
 }
@@ -367,11 +402,13 @@ static __always_inline int pw_still_there(const struct pw_flow *orig, __u16 via,
 		return 1;
 	if (from->kind == PW_PLACE_POD)
 		return src->ifindex == from->id;
+	if (orig->entry)
+		return pw_may_return(src);
 	if (from->kind == PW_PLACE_NODE && !via)
 		return !src->ifindex && src->node == from->id;
 	if (via || orig->service || orig->to.kind == PW_PLACE_HOST)
 		return pw_may_enter(src) && (via || !(src->flags & PW_PEER_HOST));
-	return !src->ifindex && !src->node && !src->flags;
+	return pw_is_outside(src);
 }
 
 /*
@@ -392,8 +429,8 @@ static __always_inline int pw_source_is_gone(const struct pw_scratch *s, const s
 
 /*
  * A flow one of whose generations moved: verdict and route once more, in the
- * ORIGINAL direction, from whichever entry the packet met; for a source on the
- * wire the answers' route, too. The backend stays, but a UDP client whose own is gone gets another with its next datagram;
+ * ORIGINAL direction, from whichever entry the packet met; for answers by the
+ * wire their route, too. The backend stays, but a UDP client whose own is gone gets another with its next datagram;
  * until then the old one's answers pass, judged one by one. A denial keeps entry and translation, so that the flow goes on when it is
  * allowed again. p and f are this packet's; both entries are updated.
  */
@@ -420,6 +457,10 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 		src = p->key.src;
 	}
 	s->fwd = *orig;
+	if (s->fwd.frame) {
+		s->fwd.dst = s->fwd.nexthop;
+		s->fwd.dport = pw_named_port(&s->fwd);
+	}
 	pw_resolve(&src, &s->src);
 	pw_resolve(&s->fwd.dst, &s->dst);
 	/* Another has the address by now: not this flow any more. */
@@ -434,10 +475,13 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 		}
 	}
 	err = pw_place(skb, &s->fwd.from, &src, &s->dst, &s->fwd);
+	/* Frames can name what is behind that node; else it would be another flow. */
+	if (!err && orig->frame && (s->fwd.to.kind != PW_PLACE_NODE || s->fwd.to.id != orig->to.id))
+		return -1;
 	if (!err)
 		err = pw_judge(&s->fwd.from, &src, p->key.proto, &s->src, &s->dst, &s->fwd);
 	s->rev = *reply;
-	if (!err && s->fwd.from.kind == PW_PLACE_WIRE)
+	if (!err && (s->fwd.from.kind == PW_PLACE_WIRE || s->fwd.entry))
 		err = pw_route(skb, &s->rev.src, &src, &s->rev);
 
 	orig->verdict = reply->verdict = err ? PW_VERDICT_DENY : PW_VERDICT_ALLOW;

@@ -42,17 +42,20 @@ static __always_inline int pw_is_ingress(const struct pw_pkt *p)
 	return p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV || p->hook == PW_FROM_OVERLAY;
 }
 
-/* via: from outside the cluster, entered here; see PW_VIA_MAC. */
-static __always_inline int pw_write_macs(struct __sk_buff *skb, const __u8 *dst, int via)
+/* via: f's packets are from outside the cluster and entered here; see PW_VIA_MAC. */
+static __always_inline int pw_write_macs(struct __sk_buff *skb, const __u8 *dst,
+					 const struct pw_flow *f, int via)
 {
 	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
-	static const __u8 src[6] = PW_SRC_MAC, entry[6] = PW_VIA_MAC;
+	static const __u8 src[6] = PW_SRC_MAC;
 	struct ethhdr *eth = data;
 
 	if ((void *)(eth + 1) > end)
 		return PW_DROP_HELPER;
 	__builtin_memcpy(eth->h_dest, dst, 6);
-	__builtin_memcpy(eth->h_source, via ? entry : src, 6);
+	__builtin_memcpy(eth->h_source, src, 6);
+	if (via)
+		pw_frame_enters(eth, f);
 	return 0;
 }
 
@@ -75,7 +78,7 @@ static __always_inline int pw_to_pod(struct __sk_buff *skb, struct pw_pkt *p,
 		pw_count(PW_FWD_LOCAL, p->hook, p->v6, skb->len);
 		return PW_NEXT;
 	}
-	if (pw_write_macs(skb, f->mac, 0))
+	if (pw_write_macs(skb, f->mac, f, 0))
 		return pw_drop(skb, p, PW_DROP_HELPER);
 	pw_count(p->stripped ? PW_FWD_DECAP : PW_FWD_LOCAL, p->hook, p->v6, skb->len);
 	if (pw_is_ingress(p)) {
@@ -131,11 +134,11 @@ static __always_inline int pw_to_node(struct __sk_buff *skb, struct pw_pkt *p,
 			return pw_send(skb, node->ifindex, &node->nexthop);
 		}
 	}
-	if (ours && pw_fits(skb, p, node) && !pw_encap(skb, p, node, f->key_hash, via)) {
+	if (ours && pw_fits(skb, p, node) && !pw_encap(skb, p, node, f, via)) {
 		pw_count(PW_FWD_ENCAP, p->hook, p->v6, skb->len);
 		return pw_send(skb, node->ifindex, &node->nexthop);
 	}
-	if (pw_write_macs(skb, node->mac, via))
+	if (pw_write_macs(skb, node->mac, f, via))
 		return pw_drop(skb, p, PW_DROP_HELPER);
 	if (pw_set_tunnel(skb, node))
 		return pw_drop(skb, p, PW_DROP_NO_NODE);

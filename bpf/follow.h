@@ -66,7 +66,7 @@ static __always_inline int pw_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
 	if (p->kind != PW_KIND_FLOW)
 		return 0;
 	f = pw_flow_find(&p->key);
-	if (f && f->flags & PW_F_XLATE) {
+	if (f && (f->flags & PW_F_XLATE || f->frame)) {
 		p->service = !(f->flags & PW_F_REPLY);
 		return 1;
 	}
@@ -82,7 +82,7 @@ static __always_inline int pw_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
 /* The MTU of the tunnel that f's packets come by or go by; 0 = not known. */
 static __always_inline __u32 pw_tunnel_mtu(const struct pw_flow *f)
 {
-	__u32 id = f->to.kind == PW_PLACE_NODE ? f->to.id : f->from.id;
+	__u32 id = f->entry ?: f->to.kind == PW_PLACE_NODE ? f->to.id : f->from.id;
 	struct pw_node *node = bpf_map_lookup_elem(&pw_nodes, &id);
 
 	return node ? node->mtu : 0;

@@ -9,7 +9,9 @@ SEC("tc")
 int from_overlay(struct __sk_buff *skb)
 {
 	struct pw_pkt p = { .hook = PW_FROM_OVERLAY };
-	int err, peer;
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_flow *f;
+	int err, peer, frame;
 
 	/* A pod's answer to the host, see pw_to_host. */
 	if (pw_take_mark(skb)) {
@@ -22,12 +24,22 @@ int from_overlay(struct __sk_buff *skb)
 		return pw_drop(skb, &p, peer);
 	if (err && err != PW_DROP_FRAGMENT)
 		return pw_drop(skb, &p, err);
-	if (pw_has_via(skb, 0))
+	frame = pw_frame_kind(skb, 0);
+	if (frame == PW_FRAME_VIA)
 		p.key.via = p.from.id;
 	if (err)
 		return pw_go_fragment(skb, &p);
 	/* Nobody's neighbour lives behind the tunnel. */
 	if (p.kind == PW_KIND_LINK)
 		return pw_drop(skb, &p, PW_DROP_MULTICAST);
+	if (frame == PW_FRAME_POD || frame == PW_FRAME_HOST) {
+		err = s ? pw_read_name(skb, &p, s, frame) : PW_DROP_HELPER;
+		if (err)
+			return pw_drop(skb, &p, err);
+		p.service = PW_CALL_NAMED;
+		f = pw_flow_find(&p.key);
+		if (!f || !pw_is_named(s, f))
+			return pw_go_slow(skb, &p, s);
+	}
 	return pw_follow(skb, &p);
 }

@@ -88,7 +88,7 @@ __noinline int pw_error_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
 		return 0;
 	if (p->from.kind == PW_PLACE_HOST)
 		return f->from.kind == PW_PLACE_HOST;
-	return (f->flags & PW_F_XLATE) != 0;
+	return f->flags & PW_F_XLATE || f->frame;
 }
 
 /* What a 16-bit field's change adds to a sum. */
@@ -248,8 +248,12 @@ __noinline int pw_icmp_error(struct __sk_buff *skb, struct pw_pkt *p)
 	 * flow's next packet tells anew. */
 	if (s->fwd.key_hash != pw_key_hash(&s->embedded) || !pw_fresh(&s->fwd))
 		return PW_DROP_ICMP_UNRELATED;
-	/* Only from where the flow's own packets come, or from this node. */
-	if (p->from.kind != PW_PLACE_HOST && !pw_same_place(&s->fwd.from, &p->from))
+	/*
+	 * Only from where the flow's own packets come, or from this node, or
+	 * about answers that went out here.
+	 */
+	if (p->from.kind != PW_PLACE_HOST && !pw_same_place(&s->fwd.from, &p->from) &&
+	    !(s->fwd.entry && p->from.kind == PW_PLACE_WIRE))
 		return PW_DROP_ICMP_UNRELATED;
 	if (s->fwd.verdict != PW_VERDICT_ALLOW)
 		return s->fwd.reason ?: PW_DROP_HELPER;

@@ -183,6 +183,14 @@ struct {
 	__uint(pinning, LIBBPF_PIN_BY_NAME);
 } pw_nodes SEC(".maps");
 
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 8192);
+	__type(key, __u32);
+	__type(value, struct pw_node_v6);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_node_v6 SEC(".maps");
+
 /* Outer source address -> node id: the only tunnel peers accepted. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);

@@ -30,6 +30,7 @@ const volatile enum pw_service_flags pw_btf_svc = PW_SVC_ADDR_OWNED;
 const volatile enum pw_identity pw_btf_identity = PW_ID_UNKNOWN;
 const volatile enum pw_peer_flags pw_btf_peer = PW_PEER_POD;
 const volatile enum pw_node_flags pw_btf_node = PW_NODE_DIRECT;
+const volatile enum pw_frame pw_btf_frame = PW_FRAME_PLAIN;
 const volatile enum pw_policy_kind pw_btf_policy = PW_POL_PORT;
 const volatile enum pw_table_flags pw_btf_table = PW_TABLE_DEFAULT;
 const volatile enum pw_frag_state pw_btf_frag = PW_FRAG_PORTS;

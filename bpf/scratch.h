@@ -55,11 +55,15 @@ struct pw_scratch {
 	struct pw_frag frag;
 	struct pw_target src;
 	struct pw_target dst;
+	struct pw_addr named; /* the backend that a packet's frame names, see dsr.h */
 	struct pw_draft draft;
 	__u32 svc_flags; /* enum pw_service_flags of the frontend that was called */
 	__u32 snat;      /* fwd.src is this node's: the source port must be, too */
 	__u32 mtu;       /* of the way that a packet is too big for */
 	__u32 cursor;    /* among a segment's options */
+	__u16 named_port;
+	__u16 pad;
+	__u32 pad2;
 	__u64 event_due[2];     /* see pw_tell; [1] of denials by policy */
 	struct pw_told told[PW_TOLD];
 	__u64 error_due; /* when the next ICMP error to outside would be due, see pw_may_tell */

@@ -3,6 +3,7 @@
 #ifndef PW_SERVICE_H
 #define PW_SERVICE_H
 
+#include "dsr.h"
 #include "flow.h"
 #include "maps.h"
 #include "parse.h"
@@ -83,7 +84,11 @@ __noinline int pw_service_holds(const struct pw_flow_key *k, const struct pw_flo
 	svc = pw_service_called(k, &f->from);
 	if (!svc)
 		return !f->service;
-	return svc->id == f->service && pw_backend_state(&f->dst, f->dport, f->service);
+	if (svc->id != f->service)
+		return 0;
+	if (f->frame)
+		return pw_backend_state(&f->nexthop, pw_named_port(f), f->service) != 0;
+	return pw_backend_state(&f->dst, f->dport, f->service) != 0;
 }
 
 /* loadBalancerSourceRanges: is the client in one of them? */
@@ -238,6 +243,16 @@ __noinline int pw_select(const struct pw_pkt *p)
 	s->fwd.dst = p->key.dst;
 	s->fwd.dport = p->key.dport;
 	s->svc_flags = 0;
+	/* The entry node has chosen, and asked for what the service asks. */
+	if (p->service == PW_CALL_NAMED) {
+		if (!pw_has_ports(p->key.proto))
+			return PW_DROP_NO_SERVICE_PORT;
+		s->fwd.dst = s->named;
+		s->fwd.dport = s->named_port;
+		s->fwd.entry = p->from.id;
+		s->fwd.flags |= PW_F_XLATE;
+		return 0;
+	}
 	ext = p->from.kind == PW_PLACE_WIRE;
 	for (i = 0; i < 2 && pw_has_ports(p->key.proto); i++) {
 		svc = pw_service_called(&p->key, &p->from);

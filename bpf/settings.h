@@ -37,6 +37,8 @@ const volatile __u16 cfg_nodeport_max = 32767;
 const volatile __u8 cfg_masquerade = 1;
 /* What enters from outside by a service goes on under this node's address. */
 const volatile __u8 cfg_snat = 0;
+/* To a backend on another node it keeps its address, and is answered from there. */
+const volatile __u8 cfg_dsr = 0;
 
 /*
  * ICMP errors that answer packets from outside, per second and CPU, with a

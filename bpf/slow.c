@@ -57,6 +57,7 @@ __noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow
 		if (err)
 			return err == PW_DROP_SPOOFED_SOURCE ? PW_DROP_SPOOFED_FLOW : err;
 	} else if (!(pw_is_syn(p) && pw_syn_starts(p, f)) &&
+		   (p->service != PW_CALL_NAMED || pw_is_named(s, f)) &&
 		   !pw_flow_expired(&p->key, f, PW_SCRATCH_PACKET) && pw_flow_whole(&p->key, f)) {
 		err = 0;
 		if (!pw_fresh(f)) {

@@ -3,6 +3,7 @@
 #ifndef PW_TUNNEL_H
 #define PW_TUNNEL_H
 
+#include "dsr.h"
 #include "maps.h"
 #include "parse.h"
 #include "settings.h"
@@ -10,13 +11,14 @@
 #define PW_TUNNEL_TTL 64
 
 /*
- * Inner source addresses between nodes. The second says that the packet's
- * source is outside the cluster and entered at the sending node: the flow's
- * key then carries that node (via), because one client port towards two
- * entry nodes and one backend are two flows.
+ * Inner source addresses between nodes; the last byte is enum pw_frame. The
+ * second says that the packet's source is outside the cluster and entered at
+ * the sending node: the flow's key then carries that node (via), because one
+ * client port towards two entry nodes and one backend are two flows. Others
+ * name a backend, see dsr.h.
  */
-#define PW_SRC_MAC { 0x02, 'p', 'w', 0, 0, 0x01 }
-#define PW_VIA_MAC { 0x02, 'p', 'w', 0, 0, 0x02 }
+#define PW_SRC_MAC { 0x02, 'p', 'w', 0, 0, PW_FRAME_PLAIN }
+#define PW_VIA_MAC { 0x02, 'p', 'w', 0, 0, PW_FRAME_VIA }
 #define PW_PACKET_HOST 0
 
 /* Outer source ports, from the flow: the dynamic range (RFC 6335). */
@@ -45,7 +47,7 @@ static __always_inline int pw_fits(const struct __sk_buff *skb, const struct pw_
  * changed and the device takes the packet. Returns 0 when done.
  */
 static __always_inline int pw_encap(struct __sk_buff *skb, const struct pw_pkt *p,
-				    const struct pw_node *node, __u32 hash, int via)
+				    const struct pw_node *node, const struct pw_flow *f, int via)
 {
 	__u64 flags = BPF_F_ADJ_ROOM_FIXED_GSO | BPF_F_ADJ_ROOM_ENCAP_L3_IPV4 |
 		      BPF_F_ADJ_ROOM_ENCAP_L4_UDP | BPF_F_ADJ_ROOM_ENCAP_L2(ETH_HLEN) |
@@ -80,24 +82,14 @@ static __always_inline int pw_encap(struct __sk_buff *skb, const struct pw_pkt *
 		sum = (sum & 0xffff) + (sum >> 16);
 		sum = (sum & 0xffff) + (sum >> 16);
 		ip->check = ~sum;
-		udp->source = bpf_htons(pw_outer_sport(hash));
+		udp->source = bpf_htons(pw_outer_sport(f->key_hash));
 		udp->len = bpf_htons(len - sizeof(*ip));
 		if (p->v6)
 			inner->h_proto = bpf_htons(ETH_P_IPV6);
-		/* PW_SRC_MAC and PW_VIA_MAC differ in their last byte. */
 		if (via)
-			inner->h_source[5] = 2;
+			pw_frame_enters(inner, f);
 	}
 	return 0;
-}
-
-static __always_inline int pw_has_via(struct __sk_buff *skb, __u32 base)
-{
-	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
-	static const __u8 via[6] = PW_VIA_MAC;
-	struct ethhdr *eth = data + base;
-
-	return (void *)(eth + 1) <= end && !__builtin_memcmp(eth->h_source, via, 6);
 }
 
 /*

@@ -203,21 +203,32 @@ struct pw_flow {
 	__u16 sport;
 	__u16 dport;
 	__u16 twin_via; /* via of the other direction's key */
-	__u8 mac[6]; /* PW_PLACE_POD: destination MAC of the delivery */
+	/*
+	 * PW_PLACE_POD: destination MAC of the delivery. PW_PLACE_NODE with
+	 * frame: port (network order) and last four bytes of the backend.
+	 */
+	__u8 mac[6];
 	__u8 flags; /* enum pw_flow_flags */
 	__u8 tcp; /* enum pw_tcp_state */
 	__u8 verdict; /* enum pw_verdict */
 	__u8 reason; /* enum pw_reason of a denial, else 0 */
 	struct pw_place from; /* where these packets must come from */
 	struct pw_place to;
-	struct pw_addr nexthop; /* PW_PLACE_WIRE */
+	struct pw_addr nexthop; /* PW_PLACE_WIRE; PW_PLACE_NODE with frame: the backend */
 	struct pw_gen_ref src_gen; /* of the ORIGINAL direction's source */
 	struct pw_gen_ref dst_gen; /* and (translated) destination */
 	__u32 service; /* id of the service, 0 = none */
 	__u32 rule; /* rule reference of the verdict, 0 = not isolated */
 	__u32 key_hash; /* of the key; 0 = being removed: a recycled or claimed
 			     * value is recognised */
-	__u32 pad;
+	/*
+	 * Direct return (see dsr.h), in both entries: on the backend's node by
+	 * which node the client's packets come; on that node how its frames name
+	 * the backend, enum pw_frame.
+	 */
+	__u16 entry;
+	__u8 frame;
+	__u8 pad;
 };
 PW_ASSERT_SIZE(struct pw_flow, 128);
 
@@ -488,6 +499,24 @@ struct pw_node {
 	__u8 header[64];
 };
 PW_ASSERT_SIZE(struct pw_node, 128);
+
+/*
+ * The first 96 bits of a node's IPv6 addresses, the rest is 0. Index = node id,
+ * 0 = this node. All zero = not known.
+ */
+struct pw_node_v6 {
+	struct pw_addr pods; /* of its pod range */
+	struct pw_addr host; /* of its own address */
+};
+PW_ASSERT_SIZE(struct pw_node_v6, 32);
+
+/* The last byte of the inner Ethernet source between nodes, see tunnel.h. */
+enum pw_frame {
+	PW_FRAME_PLAIN = 1,
+	PW_FRAME_VIA = 2, /* entered at the sending node */
+	PW_FRAME_POD = 3, /* and names its backend, see dsr.h */
+	PW_FRAME_HOST = 4,
+};
 
 /* Offsets in pw_node.header. */
 #define PW_HDR_IP 14

@@ -100,7 +100,7 @@ When it stops, programs and maps stay in place and traffic goes on;
 	fs.StringVar(&f.nodePorts, "service-node-port-range", "30000-32767", "ports that NodePorts are looked for in: the API server's flag of the same name")
 	fs.StringSliceVar(&f.nodePortAddrs, "nodeport-addresses", nil, "ranges of node addresses that NodePorts answer on, or primary for the Node's InternalIPs (default: all)")
 	fs.BoolVar(&f.masquerade, "masquerade", true, "pods reach what is no pod under this node's address")
-	fs.StringVar(&f.externalSource, "external-source", "keep", "keep or snat: whether backends see the address of clients outside the cluster or this node's")
+	fs.StringVar(&f.externalSource, "external-source", "keep", "keep, dsr or snat: whether backends see the address of clients outside the cluster, and answer by the node that was called (keep) or directly (dsr), or see this node's")
 	fs.Uint32Var(&f.MaglevSize, "maglev-table-size", 0, "entries of the tables that choose backends for clients outside, a prime, the same on all nodes (0: by the number of backends)")
 	fs.StringVar(&f.Cgroup, "cgroup", "", "folder of the cgroup (v2) whose processes get their services at connect(), or none (default: where cgroup2 is mounted, all processes)")
 	fs.Uint32Var(&f.EventsPerSec, "events-per-second", agent.DefaultEvents, "events about dropped packets, for podweir monitor, per second and CPU, at most 10000; 0 for none")
@@ -172,10 +172,11 @@ func (f *flags) complete() (err error) {
 	}
 	f.NoMasquerade = !f.masquerade
 	switch f.externalSource {
-	case "keep", "snat":
+	case "keep", "dsr", "snat":
 		f.ExternalSNAT = f.externalSource == "snat"
+		f.ExternalDSR = f.externalSource == "dsr"
 	default:
-		return fmt.Errorf("--external-source %q: must be keep or snat", f.externalSource)
+		return fmt.Errorf("--external-source %q: must be keep, dsr or snat", f.externalSource)
 	}
 	if err = service.CheckMaglevSize(f.MaglevSize); err != nil {
 		return fmt.Errorf("--maglev-table-size %w", err)

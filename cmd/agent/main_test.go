@@ -40,7 +40,7 @@ func TestBadFlags(t *testing.T) {
 		{"--nodeport-addresses 10.0.0.1", "neither a range"},
 		{"--nodeport-addresses primary,10.0.0.0/8", "stands alone"},
 		{"--nodeport-addresses ::ffff:10.0.0.0/104", "write it as IPv4"},
-		{"--external-source hide", "keep or snat"},
+		{"--external-source hide", "keep, dsr or snat"},
 		{"--maglev-table-size 250", "from 251 to 131071"},
 		{"--maglev-table-size 65536", "no prime; the next one is 65537"},
 		{"--maglev-table-size 131072", "from 251 to 131071"},

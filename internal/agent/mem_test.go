@@ -86,6 +86,7 @@ type memStores struct {
 	ranges    *mem[pw.SrcRangeKey, uint32]
 	devAddrs  *mem[uint32, pw.DevAddrs]
 	nodes     *mem[uint32, pw.Node]
+	nodesV6   *mem[uint32, pw.NodeV6]
 	nodeIDs   *mem[pw.Addr, uint32]
 	addrs     *mem[pw.Addr, pw.Peer]
 	prefixes  *mem[pw.PrefixKey, pw.Peer]
@@ -104,6 +105,7 @@ func newMemStores() *memStores {
 	s.ranges = newMem[pw.SrcRangeKey, uint32]("pw_src_ranges", &s.journal)
 	s.devAddrs = newMem[uint32, pw.DevAddrs]("pw_dev_addrs", &s.journal)
 	s.nodes = newMem[uint32, pw.Node]("pw_nodes", &s.journal)
+	s.nodesV6 = newMem[uint32, pw.NodeV6]("pw_node_v6", &s.journal)
 	s.nodeIDs = newMem[pw.Addr, uint32]("pw_node_ids", &s.journal)
 	s.addrs = newMem[pw.Addr, pw.Peer]("pw_addrs", &s.journal)
 	s.prefixes = newMem[pw.PrefixKey, pw.Peer]("pw_prefixes", &s.journal)
@@ -116,7 +118,7 @@ func newMemStores() *memStores {
 func (s *memStores) stores() stores {
 	return stores{
 		gens: s.gens, services: s.services, backends: s.backends,
-		maglev: s.maglev, states: s.states, ranges: s.ranges, devAddrs: s.devAddrs, nodes: s.nodes, nodeIDs: s.nodeIDs,
+		maglev: s.maglev, states: s.states, ranges: s.ranges, devAddrs: s.devAddrs, nodes: s.nodes, nodesV6: s.nodesV6, nodeIDs: s.nodeIDs,
 		addrs: s.addrs, prefixes: s.prefixes, endpoints: s.endpoints, policy: s.policy, classes: s.classes,
 		nodesMax: 8192,
 	}

@@ -19,12 +19,13 @@ import (
 )
 
 // peers writes who stands behind an address and what is allowed between them:
-// pw_nodes, pw_node_ids, pw_addrs, pw_prefixes, pw_endpoints, pw_policy and
+// pw_nodes, pw_node_v6, pw_node_ids, pw_addrs, pw_prefixes, pw_endpoints, pw_policy and
 // pw_port_class, in an order that is safe at every step.
 type peers struct {
 	gens      *generations
 	ids       *nodeIDs
 	nodes     *reconcile.Table[uint32, maps.Node]
+	nodesV6   *reconcile.Table[uint32, maps.NodeV6]
 	nodeIDs   *reconcile.Table[maps.Addr, uint32]
 	addrs     *reconcile.Table[maps.Addr, maps.Peer]
 	prefixes  *reconcile.Table[maps.PrefixKey, maps.Peer]
@@ -95,6 +96,7 @@ func newPeers(st stores, now func() time.Time) (*peers, error) {
 	p := &peers{
 		gens:        gens,
 		nodes:       reconcile.New(st.nodes),
+		nodesV6:     reconcile.New(st.nodesV6),
 		nodeIDs:     reconcile.New(st.nodeIDs),
 		addrs:       reconcile.New(st.addrs),
 		prefixes:    reconcile.New(st.prefixes),
@@ -106,7 +108,7 @@ func newPeers(st stores, now func() time.Time) (*peers, error) {
 		addrsMax:    st.addrs.MaxEntries(),
 		prefixesMax: st.prefixes.MaxEntries(),
 	}
-	err = errors.Join(p.nodes.Load(), p.nodeIDs.Load(), p.addrs.Load(), p.prefixes.Load(),
+	err = errors.Join(p.nodes.Load(), p.nodesV6.Load(), p.nodeIDs.Load(), p.addrs.Load(), p.prefixes.Load(),
 		p.endpoints.Load(), p.policy.Load(), p.classes.Load())
 	if err != nil {
 		return nil, err
@@ -195,6 +197,7 @@ func (p *peers) apply(in peerInput) error {
 	errs = append(errs, p.nodeErrs...)
 	up := p.nodes.Upsert()
 	note(up.Err())
+	note(p.nodesV6.Upsert().Err())
 	note(p.nodeIDs.Upsert().Err())
 	renumbered := up.Changed
 
@@ -248,6 +251,7 @@ func (p *peers) apply(in peerInput) error {
 	note(p.prunePolicy())
 	p.short = len(p.policy.Failed()) > 0
 	note(p.nodeIDs.Prune().Err())
+	note(p.nodesV6.Prune().Err())
 	note(p.nodes.Prune().Err())
 	if nodes {
 		p.ids.retain(p.byName)
@@ -536,7 +540,7 @@ func (p *peers) applyClasses(want []policy.PortClass) error {
 // nextRetry is when a failed entry is due again.
 func (p *peers) nextRetry() (next time.Time) {
 	for _, t := range []func() (time.Time, bool){
-		p.nodes.NextRetry, p.nodeIDs.NextRetry, p.addrs.NextRetry, p.prefixes.NextRetry,
+		p.nodes.NextRetry, p.nodesV6.NextRetry, p.nodeIDs.NextRetry, p.addrs.NextRetry, p.prefixes.NextRetry,
 		p.endpoints.NextRetry, p.policy.NextRetry, p.classes.NextRetry,
 	} {
 		if at, ok := t(); ok && (next.IsZero() || at.Before(next)) {

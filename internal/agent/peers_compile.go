@@ -4,18 +4,23 @@ import (
 	"net/netip"
 
 	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/internal/tunnel"
 )
 
-// compileNodes gives the other nodes their ids and says what pw_nodes and
-// pw_node_ids shall hold.
+// compileNodes gives the other nodes their ids and says what pw_nodes,
+// pw_node_v6 and pw_node_ids shall hold.
 func (p *peers) compileNodes(in peerInput) (ids map[string]uint32, errs []error) {
 	ids = make(map[string]uint32)
 	nodes := make(map[uint32]maps.Node)
 	byAddr := make(map[maps.Addr]uint32)
+	v6 := make(map[uint32]maps.NodeV6)
 	if in.selfAddr.IsValid() {
 		nodes[selfNode] = maps.Node{Addr: maps.ToAddr(in.selfAddr)}
 	}
 	for _, n := range in.nodes {
+		if n.Name == in.self {
+			v6[selfNode] = nodeV6(n)
+		}
 		if n.Name == in.self || !n.Addr.IsValid() {
 			continue
 		}
@@ -26,14 +31,39 @@ func (p *peers) compileNodes(in peerInput) (ids map[string]uint32, errs []error)
 			continue
 		}
 		ids[n.Name] = id
+		v6[id] = nodeV6(n)
 		if nodes[id], err = nodeEntry(n, in); err != nil {
 			errs = append(errs, err)
 		}
 		byAddr[addr] = id
 	}
 	p.nodes.Desire(nodes)
+	p.nodesV6.Desire(v6)
 	p.nodeIDs.Desire(byAddr)
 	return ids, errs
+}
+
+// nodeV6 is what pw_node_v6 holds of a node: what precedes the last 32 bits of
+// its pods' addresses and of its own. Every agent must come to the same of a
+// node, for one writes by it and the other reads.
+func nodeV6(n tunnel.NodeInfo) (v maps.NodeV6) {
+	head := func(a netip.Addr) maps.Addr {
+		p, _ := a.Prefix(96)
+		return maps.ToAddr(p.Addr())
+	}
+	for _, p := range n.PodCIDRs {
+		if p.Addr().Is6() {
+			v.Pods = head(p.Masked().Addr())
+			break
+		}
+	}
+	for _, a := range n.InternalIPs {
+		if a.Is6() {
+			v.Host = head(a)
+			break
+		}
+	}
+	return v
 }
 
 // compiledPeers is what the maps of addresses shall hold.

@@ -59,7 +59,8 @@ type Config struct {
 	NodePorts     service.PortRange    // where the API server takes NodePorts from
 	NodePortAddrs tunnel.NodePortAddrs // on which they answer; zero = on all
 	NoMasquerade  bool                 // pods reach the world under their own addresses
-	ExternalSNAT  bool                 // clients of services from outside under this node's
+	ExternalSNAT  bool                 // callers of external frontends under this node's
+	ExternalDSR   bool                 // clients outside are answered by the backend's node
 	MaglevSize    uint32               // of every table, a prime; 0 = by the number of backends
 	EventsPerSec  uint32               // about drops, per CPU; 0 = none
 	Mark          uint32
@@ -161,7 +162,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 		BPFFS: cfg.BPFFS, OverlayIfindex: overlay, VNI: DefaultVNI, Mark: cfg.Mark,
 		NodePortMin: cfg.NodePorts.Min, NodePortMax: cfg.NodePorts.Max,
 		EventsPerSec: cfg.EventsPerSec, NoEvents: cfg.EventsPerSec == 0,
-		NoMasquerade: cfg.NoMasquerade, SNAT: cfg.ExternalSNAT, Log: log,
+		NoMasquerade: cfg.NoMasquerade, SNAT: cfg.ExternalSNAT, DSR: cfg.ExternalDSR, Log: log,
 	})
 	if err != nil {
 		return err

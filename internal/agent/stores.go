@@ -15,6 +15,7 @@ type stores struct {
 	ranges    reconcile.Store[maps.SrcRangeKey, uint32]
 	devAddrs  reconcile.Store[uint32, maps.DevAddrs]
 	nodes     reconcile.Store[uint32, maps.Node]
+	nodesV6   reconcile.Store[uint32, maps.NodeV6]
 	nodeIDs   reconcile.Store[maps.Addr, uint32]
 	addrs     sizedStore[maps.Addr, maps.Peer]
 	prefixes  sizedStore[maps.PrefixKey, maps.Peer]
@@ -34,7 +35,7 @@ func storesOf(set maps.Set) stores {
 	return stores{
 		gens: set.Gens, services: set.Services, backends: set.Backends,
 		maglev: set.Maglev, states: set.BackendStates, ranges: set.SrcRanges, devAddrs: set.DevAddrs,
-		nodes: reconcile.Array(set.Nodes), nodeIDs: set.NodeIDs,
+		nodes: reconcile.Array(set.Nodes), nodesV6: reconcile.Array(set.NodesV6), nodeIDs: set.NodeIDs,
 		addrs: set.Addrs, prefixes: set.Prefixes, endpoints: set.Endpoints,
 		policy: set.Policy, classes: reconcile.Array(set.PortClass),
 		nodesMax: set.Nodes.MaxEntries(),

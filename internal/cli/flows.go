@@ -37,7 +37,8 @@ type flowView struct {
 	RuleID    uint32   `json:"ruleID,omitempty"`
 	Service   string   `json:"service,omitempty"`
 	ServiceID uint32   `json:"serviceID,omitempty"`
-	// Via is the node a source outside the cluster entered by.
+	// Via is the node a source outside the cluster entered by, or enters by
+	// and is not answered by.
 	Via         string  `json:"via,omitempty"`
 	AgeSeconds  float64 `json:"ageSeconds"`
 	IdleSeconds float64 `json:"idleSeconds"`
@@ -70,7 +71,8 @@ func (s *session) flowsCommand() *cobra.Command {
 "host". Both directions of a flow that matches are listed.
 
 STATE: new or confirmed, what closed a TCP flow (fin_orig, fin_reply, rst),
-midstream, stale (the next packet is decided again), no-twin (the entry of
+midstream, direct (a client outside that the backend's node answers by itself),
+stale (the next packet is decided again), no-twin (the entry of
 the other direction is gone).`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -110,8 +112,10 @@ func flowTable(flows []flowView) *table {
 			translation = append(translation, "dst="+f.NewDestination)
 		}
 		state := append([]string{f.State}, f.TCP...)
-		if slices.Contains(f.Flags, "midstream") {
-			state = append(state, "midstream")
+		for _, flag := range []string{"midstream", "direct"} {
+			if slices.Contains(f.Flags, flag) {
+				state = append(state, flag)
+			}
 		}
 		if f.Generations == "stale" {
 			state = append(state, "stale")
@@ -204,14 +208,24 @@ func describeFlow(k maps.FlowKey, f maps.Flow, n *names, now uint64) flowView {
 		IdleSeconds:    since(f.LastSeen, now),
 		original:       k,
 	}
-	if f.Nexthop != (maps.Addr{}) {
+	backend, port := f.Dst, f.Dport
+	if f.Frame != 0 {
+		// The other end's half of a connection is not seen here.
+		if !has("reply") {
+			backend, port = f.Nexthop, uint16(f.Mac[0])<<8|uint16(f.Mac[1])
+			v.NewDestination = tupleEnd(k.Proto, backend, port)
+		}
+		if !slices.Contains(v.TCP, "fin_orig") {
+			v.TCP = slices.DeleteFunc(v.TCP, func(s string) bool { return s == "fin_reply" })
+		}
+	} else if f.Nexthop != (maps.Addr{}) {
 		v.NextHop = maps.FromAddr(f.Nexthop).String()
 	}
 	if f.Reason != 0 {
 		v.Reason = maps.ReasonName(maps.Reason(f.Reason))
 	}
-	if k.Via != 0 {
-		v.Via = n.node(uint32(k.Via))
+	if via := max(k.Via, f.Entry); via != 0 {
+		v.Via = n.node(uint32(via))
 	}
 	if has("confirmed") {
 		v.State = "confirmed"
@@ -219,7 +233,7 @@ func describeFlow(k maps.FlowKey, f maps.Flow, n *names, now uint64) flowView {
 	v.end = flowEnds{
 		source:      addrPort(k.Src, k.Sport),
 		destination: addrPort(k.Dst, k.Dport),
-		translated:  addrPort(f.Dst, f.Dport),
+		translated:  addrPort(backend, port),
 		from:        v.From, to: v.To,
 	}
 	if has("reply") {
@@ -232,6 +246,9 @@ func describeFlow(k maps.FlowKey, f maps.Flow, n *names, now uint64) flowView {
 			translated:  addrPort(k.Src, k.Sport),
 			from:        v.To, to: v.From,
 		}
+	}
+	if f.Frame != 0 || f.Entry != 0 {
+		v.Flags = append(v.Flags, "direct")
 	}
 	for _, name := range flags {
 		if name == "replied" || name == "midstream" {

@@ -33,7 +33,8 @@ type Config struct {
 	NodePortMin    uint16 // range of NodePorts, default 30000-32767
 	NodePortMax    uint16
 	NoMasquerade   bool   // pods' packets leave under the pods' own addresses
-	SNAT           bool   // what enters by a service goes on under this node's address
+	SNAT           bool   // callers of external frontends go on under this node's address
+	DSR            bool   // a backend on another node answers clients outside by itself
 	EventsPerSec   uint32 // events about drops, per CPU, default 100
 	NoEvents       bool   // none at all
 	NetnsCookie    uint64 // whose sockets are translated; default: this thread's namespace's
@@ -139,6 +140,7 @@ func Spec(cfg Config) (*ebpf.CollectionSpec, error) {
 	set("cfg_masquerade", cfg.NoMasquerade, uint8(0))
 	set("cfg_snat", cfg.SNAT, uint8(1))
 	set("cfg_defrag", cfg.Defrag, uint8(1))
+	set("cfg_dsr", cfg.DSR, uint8(1))
 	if cfg.NodePortMin != 0 {
 		low, high, e := SourcePorts(cfg.NodePortMin, cfg.NodePortMax)
 		if e != nil {

@@ -25,6 +25,7 @@ type Set struct {
 	Addrs         Map[Addr, Peer]
 	Prefixes      Map[PrefixKey, Peer]
 	Nodes         Map[uint32, Node]
+	NodesV6       Map[uint32, NodeV6]
 	NodeIDs       Map[Addr, uint32]
 	Policy        Map[PolicyKey, PolicyEntry]
 	PortClass     Map[uint32, uint16]
@@ -53,6 +54,7 @@ func NewSet(o *bpf.DpMaps) Set {
 		Addrs:         Wrap[Addr, Peer](o.PwAddrs, bpf.DpMapPwAddrs).ordered(compareAddrs),
 		Prefixes:      Wrap[PrefixKey, Peer](o.PwPrefixes, bpf.DpMapPwPrefixes).ordered(comparePrefixes),
 		Nodes:         Wrap[uint32, Node](o.PwNodes, bpf.DpMapPwNodes),
+		NodesV6:       Wrap[uint32, NodeV6](o.PwNodeV6, bpf.DpMapPwNodeV6),
 		NodeIDs:       Wrap[Addr, uint32](o.PwNodeIds, bpf.DpMapPwNodeIds),
 		Policy:        Wrap[PolicyKey, PolicyEntry](o.PwPolicy, bpf.DpMapPwPolicy).ordered(comparePolicy),
 		PortClass:     Wrap[uint32, uint16](o.PwPortClass, bpf.DpMapPwPortClass),
@@ -103,6 +105,7 @@ func OpenPinned(dir string, readOnly bool) (Set, error) {
 		{bpf.DpMapPwAddrs, &o.PwAddrs},
 		{bpf.DpMapPwPrefixes, &o.PwPrefixes},
 		{bpf.DpMapPwNodes, &o.PwNodes},
+		{bpf.DpMapPwNodeV6, &o.PwNodeV6},
 		{bpf.DpMapPwNodeIds, &o.PwNodeIds},
 		{bpf.DpMapPwPolicy, &o.PwPolicy},
 		{bpf.DpMapPwPortClass, &o.PwPortClass},
@@ -138,7 +141,7 @@ func OpenPinned(dir string, readOnly bool) (Set, error) {
 func (s Set) Close() error {
 	return errors.Join(s.Flows.Close(), s.FlowsNew.Close(), s.Gens.Close(), s.Services.Close(),
 		s.Backends.Close(), s.Endpoints.Close(), s.Addrs.Close(), s.Prefixes.Close(), s.Nodes.Close(),
-		s.NodeIDs.Close(), s.Policy.Close(), s.PortClass.Close(),
+		s.NodesV6.Close(), s.NodeIDs.Close(), s.Policy.Close(), s.PortClass.Close(),
 		s.BackendStates.Close(), s.Maglev.Close(), s.Affinity.Close(), s.AffinityIn.Close(), s.SrcRanges.Close(),
 		s.DevAddrs.Close(), s.SockRev.Close(), s.Frags.Close(), s.Churn.Close(), s.Metrics.Close(), s.Events.Close())
 }

@@ -23,6 +23,7 @@ type (
 	Event           = bpf.DpPwEvent
 	GenRef          = bpf.DpPwGenRef
 	Node            = bpf.DpPwNode
+	NodeV6          = bpf.DpPwNodeV6
 	Peer            = bpf.DpPwPeer
 	Place           = bpf.DpPwPlace
 	PolicyEntry     = bpf.DpPwPolicyEntry

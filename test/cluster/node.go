@@ -101,6 +101,10 @@ func (n *Node) agentArgs() []string {
 	return append(append(args, cfg.AgentArgs...), n.Config.AgentArgs...)
 }
 
+// SetAgentArgs replaces what is added to the command line of every agent that
+// is started from now on.
+func (c *Cluster) SetAgentArgs(args ...string) { c.cfg.AgentArgs = args }
+
 // StartAgent starts the node's agent and waits until it is ready.
 func (n *Node) StartAgent(ctx context.Context) error {
 	p, err := n.SpawnAgent()

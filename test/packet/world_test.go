@@ -200,6 +200,12 @@ func (w *world) fillPeers() {
 	put(w, s.Nodes, 0, maps.Node{Addr: maps.ToAddr(outer().nodeA)})
 	put(w, s.Nodes, nodeIDB, maps.Node{Addr: maps.ToAddr(f.nodeB), Mac: mac(0xb)})
 	put(w, s.Nodes, nodeIDC, maps.Node{Addr: maps.ToAddr(f.nodeC), Mac: mac(0xc)})
+	for id, pods := range map[uint32]netip.Prefix{0: f.podsA, nodeIDB: f.podsB, nodeIDC: f.podsC} {
+		put(w, s.NodesV6, id, maps.NodeV6{})
+		if f.v6 {
+			put(w, s.NodesV6, id, maps.NodeV6{Pods: maps.ToAddr(pods.Addr()), Host: maps.ToAddr(netip.MustParseAddr("fd00:172:31::"))})
+		}
+	}
 	put(w, s.NodeIDs, maps.ToAddr(f.nodeB), nodeIDB)
 	put(w, s.NodeIDs, maps.ToAddr(f.nodeC), nodeIDC)
 	for _, index := range []uint32{0, w.index(devWire)} {

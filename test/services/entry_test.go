@@ -251,23 +251,68 @@ func TestServicesDirect(t *testing.T) {
 	}
 }
 
-// --external-source snat: what enters from outside and goes on is seen under
-// the entry node's address, unless the policy is Local.
+// --external-source snat: callers of NodePorts, load balancers' and external IPs
+// are seen under the address of the node whose hook translates, as with
+// kube-proxy: clients outside, pods and hosts alike. Not with the policy Local,
+// not by a backend on that very node's network, and pods not by a cluster IP.
 func TestSnat(t *testing.T) {
 	t.Parallel()
-	w := own(t, "--external-source", "snat")
-	w.runTable([]row{
-		{from: "out", svc: "web", to: "lb ext node@node-a", by: "back-a back-b", sees: "node-a"},
-		{from: "out", svc: "web", to: "node@node-b", by: "back-a back-b", sees: "node-b"},
-		{from: "out-b", svc: "web", to: "lb ext node@node-b", by: "back-a back-b", sees: "node-b"},
-		{from: "out", svc: "host-b", to: "lb ext node@node-a", by: "node-b", sees: "node-a"},
-		{from: "out", svc: "host-a", to: "lb ext node@node-a", by: "node-a"},
-		{from: "out", svc: "ex-local", to: "lb ext node@node-a", by: "back-a"},
-		{from: "out", svc: "ex-local", to: "node@node-b", by: "back-b"},
-		{from: "out", svc: "world", to: "lb node@node-a", by: "ext", sees: "node-a"},
-		{from: "pod-a pod-b node-a", svc: "web", to: "cluster lb node@node-b", by: "back-a back-b"},
-		{from: "out", svc: "none", to: "lb node@node-b", refused: true, why: "drop_no_backend"},
-		{from: "out", svc: "ex-local-b", to: "lb", why: "drop_no_local_external", at: "node-a from_netdev"},
-		{from: "out-b", svc: "for-out", to: "lb", why: "drop_source_range", at: "node-b from_netdev"},
+	for _, mode := range []string{"vxlan", "direct", "cross-subnet"} {
+		t.Run(mode, func(t *testing.T) {
+			w := own(t, "--external-source", "snat", "--routing-mode", mode)
+			w.runTable([]row{
+				// Clients outside.
+				{from: "out", svc: "web", to: "lb ext node@node-a", by: "back-a back-b", sees: "node-a"},
+				{from: "out", svc: "web", to: "node@node-b", by: "back-a back-b", sees: "node-b"},
+				{from: "out-b", svc: "web", to: "lb ext node@node-b", by: "back-a back-b", sees: "node-b"},
+				{from: "out", svc: "web", to: "cluster", by: "back-a back-b", sees: "node-a"},
+				{from: "out", svc: "host-b", to: "lb ext node@node-a", by: "node-b", sees: "node-a"},
+				{from: "out", svc: "host-a", to: "lb ext node@node-a", by: "node-a"},
+				{from: "out", svc: "world", to: "lb node@node-a", by: "ext", sees: "node-a"},
+				// S7.
+				{from: "out", svc: "ex-local", to: "lb ext node@node-a", by: "back-a"},
+				{from: "out", svc: "ex-local", to: "node@node-b", by: "back-b"},
+				{from: "out", svc: "ex-local-host", to: "lb ext node@node-a", by: "node-a"},
+				// Pods: backends on this node and on others, and the pod itself.
+				{from: "pod-a", svc: "web", to: "lb ext node@node-a node@node-b", by: "back-a back-b", sees: "node-a"},
+				{from: "pod-b", svc: "web", to: "lb ext node@node-a node@node-b", by: "back-a back-b", sees: "node-b"},
+				{from: "pod-a pod-b", svc: "web", to: "cluster", by: "back-a back-b"},
+				{from: "pod-a pod-b", svc: "ex-local", to: "cluster lb ext node@node-a node@node-b", by: "back-a back-b"},
+				{from: "pod-a", svc: "host-a", to: "cluster lb ext node@node-a", by: "node-a"},
+				{from: "pod-a", svc: "host-b", to: "cluster lb ext node@node-a", by: "node-b", sees: "node-a"},
+				{from: "pod-a", svc: "self", to: anywhere, by: "pod-a", sees: "node-a"},
+				{from: "pod-a", svc: "self-or", to: "cluster", by: "pod-a back-b", sees: "caller pod-a=node-a"},
+				{from: "pod-a", svc: "self-or", to: "lb ext node@node-a", by: "pod-a back-b", sees: "node-a"},
+				{from: "pod-a", addr: "ext", port: 8080, by: "ext", sees: "node-a"},
+				{from: "pod-a", addr: "back-b", port: 8080, by: "back-b"},
+				// Hosts have the node's address anyway, whichever InternalIP it is.
+				{from: "node-a", svc: "web", to: "cluster lb ext node@node-b", by: "back-a back-b"},
+				{from: "node-a", svc: "near", to: "node@node-a node@node-a/second", by: "back-a", sees: "node-a node-a/second"},
+				{from: "node-a", svc: "far", to: "node@node-a node@node-a/second", by: "back-b", sees: "node-a node-a/second"},
+				// And what is for nobody.
+				{from: "out pod-a", svc: "none", to: "lb node@node-b", refused: true, why: "drop_no_backend"},
+				{from: "out", svc: "ex-local-b", to: "lb", why: "drop_no_local_external", at: "node-a from_netdev"},
+				{from: "out-b", svc: "for-out", to: "lb", why: "drop_source_range", at: "node-b from_netdev"},
+				{from: "pod-a", svc: "for-pod-a", to: "lb", by: "back-a back-b", sees: "node-a"},
+			})
+			w.T.Run("sizes", func(t *testing.T) { w.sub(t).hiddenBulk() })
+		})
+	}
+}
+
+// hiddenBulk moves a megabyte each way from a pod and from outside.
+func (w *world) hiddenBulk() {
+	s := service{name: "hidden-bulk", n: 234, ends: "back-b"}
+	w.put(s)
+	w.eachFamily(func(w *world, v6 bool) {
+		for _, from := range []string{"pod-a", "out"} {
+			for _, options := range [][]string{{"-bytes", "1048576"}, {"-bytes", "1048576", "-receive"}} {
+				r, err := w.callers[from].ns.Bulk(w.ctx, s.frontend(w, "node@node-a", v6).String(), append(options, "-timeout", "20s")...)
+				w.must(err)
+				if r.Bytes != 1<<20 || !r.CRCMatches || r.Error != "" || r.Retransmits > 20 {
+					w.Errorf("%s %v: %+v", from, options, r)
+				}
+			}
+		}
 	})
 }
