@@ -86,6 +86,8 @@ type Agent struct {
 	rounds chan struct{}
 	ready  atomic.Pointer[[]string] // what readiness waits for
 	mtu    atomic.Int64
+	// resized gets a value when the MTU of pods is another.
+	resized chan struct{}
 
 	// Of the loop alone.
 	dirty     dirty
@@ -159,6 +161,7 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 		eps:      newEndpoints(),
 		queries:  make(chan func()),
 		rounds:   make(chan struct{}, 1),
+		resized:  make(chan struct{}, 1),
 		sliceOf:  make(map[string]types.NamespacedName),
 		retry:    make(map[types.NamespacedName]time.Time),
 		noTable:  make(map[types.NamespacedName]uint32),

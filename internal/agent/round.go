@@ -144,29 +144,12 @@ func (a *Agent) syncStack(ctx context.Context) {
 	w.outside = node.Outside(devices, w.self.InternalIPs)
 	a.ipam.SetNodeAddrs(node.Addrs(devices))
 
-	overlay := node.Overlay{MAC: w.self.MAC}
-	deviceMTU := 0
-	if w.self.Addr.IsValid() {
-		d, ok := node.Holding(devices, w.self.Addr)
-		if ok {
-			overlay.MTU = tunnel.MTU(d.MTU, w.self.Addr)
-			deviceMTU = d.MTU
-			err = nil
-		} else {
-			err = fmt.Errorf("no device of this node has its address %s: is it assigned, or does the Node object belong to another machine?", w.self.Addr)
-		}
+	if _, ok := node.Holding(devices, w.self.Addr); w.self.Addr.IsValid() && !ok {
+		err = fmt.Errorf("no device of this node has its address %s: is it assigned, or does the Node object belong to another machine?", w.self.Addr)
 	}
 	a.problem("node address", "Node "+a.opt.NodeName, err)
-	if a.opt.MTU != 0 {
-		overlay.MTU = a.opt.MTU
-	}
-	if overlay.MTU != 0 {
-		w.mtu = overlay.MTU
-		if !a.opt.Mode.Tunnels() && a.opt.MTU == 0 {
-			w.mtu = deviceMTU
-		}
-		a.mtu.Store(int64(w.mtu))
-	}
+	a.readWays()
+	overlay := node.Overlay{MAC: w.self.MAC, MTU: a.syncMTU()}
 	index, created, err := a.stack.EnsureOverlay(overlay)
 	if err == nil && (index != w.overlay || created) {
 		err = a.dp.SetOverlay(ctx, index)
@@ -176,7 +159,6 @@ func (a *Agent) syncStack(ctx context.Context) {
 		w.overlay = index
 	}
 	a.problem("tunnel device", "", err)
-	a.readWays()
 	a.problem("sysctls", "", a.stack.SyncSysctls(w.outside))
 }
 

@@ -16,6 +16,12 @@ import (
 // addresses too. Peers are dirty when an answer differs from the last.
 func (a *Agent) readWays() {
 	w := &a.world
+	overlay := 0
+	for _, d := range w.devices {
+		if d.Name == node.OverlayName {
+			overlay = d.Index
+		}
+	}
 	ways := make(map[netip.Addr]node.Way, len(w.nodes))
 	var errs []error
 	for _, n := range w.nodes {
@@ -31,7 +37,7 @@ func (a *Agent) readWays() {
 			if err != nil {
 				errs = append(errs, fmt.Errorf("Node %s: %w", n.Name, err))
 			}
-			if ok && way.Device != w.overlay {
+			if ok && way.Device != overlay {
 				ways[addr] = way
 			}
 		}

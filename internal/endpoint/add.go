@@ -47,6 +47,7 @@ func (m *Manager) Add(ctx context.Context, req Request) (Endpoint, error) {
 	if err != nil {
 		return Endpoint{}, m.undo(ctx, e, err)
 	}
+	ep = m.resizeNew(e, ep)
 	m.log.Info("endpoint added", "endpoint", ep.String(), "id", ep.ID, "addrs", ep.Addrs, "interface", ep.HostIfName)
 	return ep, nil
 }

@@ -1,0 +1,60 @@
+package agent
+
+import (
+	"github.com/podweir/podweir/internal/node"
+	"github.com/podweir/podweir/internal/tunnel"
+)
+
+// minIPv6 is the least that every link must carry whole for IPv6 (RFC 8200 5).
+// The kernel takes the addresses of an interface with less away.
+const minIPv6 = 1280
+
+// syncMTU works out how large packets of pods may be and has it followed by
+// pods that exist. It returns what the tunnel's device gets; 0 = not known yet.
+func (a *Agent) syncMTU() int {
+	w := &a.world
+	device := a.deviceMTU()
+	if device == 0 && a.opt.MTU == 0 {
+		return 0
+	}
+	overlay := a.opt.MTU
+	if overlay == 0 {
+		overlay = tunnel.MTU(device, w.self.Addr)
+		// Below, the device cuts what is too large for the wire.
+		for _, cidr := range w.self.PodCIDRs {
+			if cidr.Addr().Is6() {
+				overlay = max(overlay, minIPv6)
+			}
+		}
+	}
+	w.mtu = overlay
+	if !a.opt.Mode.Tunnels() && a.opt.MTU == 0 {
+		w.mtu = device
+	}
+	if was := a.mtu.Swap(int64(w.mtu)); was != int64(w.mtu) {
+		a.log.Info("MTU of pods", "mtu", w.mtu, "was", was, "device", device)
+		select {
+		case a.resized <- struct{}{}:
+		default:
+		}
+	}
+	return overlay
+}
+
+// deviceMTU is the MTU of the devices by which the other nodes are reached,
+// the smallest if they differ; without other nodes of the one that holds the
+// node's address. What a single route carries less is the matter of that way
+// (see nodeEntry), not of all pods.
+func (a *Agent) deviceMTU() int {
+	mtu := 0
+	for _, way := range a.world.ways {
+		if mtu == 0 || way.Link < mtu {
+			mtu = way.Link
+		}
+	}
+	if mtu == 0 {
+		d, _ := node.Holding(a.world.devices, a.world.self.Addr)
+		mtu = d.MTU
+	}
+	return mtu
+}
