@@ -181,13 +181,22 @@ static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
 	return bpf_redirect(cfg_overlay_ifindex, BPF_F_INGRESS);
 }
 
-/* The stack takes the TTL of what it forwards itself. */
+/*
+ * Does its time end here, where we take the place of routing? The stack takes
+ * the TTL of what it forwards itself.
+ */
+static __always_inline int pw_expires(const struct pw_pkt *p, const struct pw_flow *f)
+{
+	return pw_is_ingress(p) && f->to.kind != PW_PLACE_HOST && p->ttl <= 1;
+}
+
+/* pw_tell_ttl comes before it where somebody is to be told. */
 static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f)
 {
 	int dec = pw_is_ingress(p) && f->to.kind != PW_PLACE_HOST;
 	int err;
 
-	if (dec && p->ttl <= 1)
+	if (pw_expires(p, f))
 		return pw_drop(skb, p, PW_DROP_TTL);
 	if (dec || f->flags & PW_F_XLATE) {
 		err = pw_rewrite(skb, p, f, dec);

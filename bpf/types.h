@@ -57,6 +57,8 @@ enum pw_reason {
 	PW_MSS_CLAMPED = 23,     /* a SYN's MSS lowered to what the tunnel carries */
 	PW_SOCK_TRANSLATED = 24, /* connect() to a service went to a backend directly */
 	PW_EVENT_LOST = 25, /* a drop of which nobody was told: too many, or nobody reads */
+	PW_TTL_SENT = 29, /* a drop that was answered: time exceeded */
+	PW_PMTU_LEARNED = 30, /* a router says what the way to a node carries */
 
 	/* Drops. */
 	PW_DROP_MALFORMED = 32,      /* truncated or inconsistent headers */
@@ -452,6 +454,7 @@ PW_ASSERT_SIZE(struct pw_node, 128);
 #define PW_HDR_LEN 64
 /* What a VXLAN header over IPv4 adds between Ethernet and the inner packet. */
 #define PW_ENCAP_LEN 50
+#define PW_ENCAP6_LEN 70 /* over IPv6 */
 
 /* ---- policy --------------------------------------------------------- */
 
