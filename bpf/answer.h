@@ -34,10 +34,8 @@
 
 enum pw_error_code {
 	PW_ICMP_PORT_UNREACHABLE = 3,
-	PW_ICMP_FRAG_NEEDED = 4,
 	PW_ICMP_REDIRECT = 5,
 	PW_ICMP6_UNREACHABLE = 1,
-	PW_ICMP6_TOO_BIG = 2,
 	PW_ICMP6_TIME_EXCEEDED = 3,
 	PW_ICMP6_PORT_UNREACHABLE = 4,
 	PW_ICMP6_REDIRECT = 137,
@@ -298,15 +296,15 @@ __noinline int pw_too_big(struct __sk_buff *skb, struct pw_pkt *p, __u32 mtu)
 
 	if (!p || !s || !pw_answerable(skb, p) || pw_is_redirect(skb, p))
 		return -1;
+	if (!p->v6 && (bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct iphdr, frag_off), &frag,
+					  sizeof(frag)) ||
+		       !(frag & bpf_htons(0x4000))))
+		return -1;
 	/* Clients outside are told by the address they called: it reaches them. */
 	if (p->hook != PW_FROM_NETDEV)
 		pw_speak_as_router(skb, p);
 	if (p->v6)
 		return pw_error(skb, p, &s->draft, PW_ICMP6_TOO_BIG, 0, bpf_htonl(mtu));
-	if (bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct iphdr, frag_off), &frag,
-			       sizeof(frag)) ||
-	    !(frag & bpf_htons(0x4000)))
-		return -1;
 	return pw_error(skb, p, &s->draft, PW_ICMP_UNREACHABLE, PW_ICMP_FRAG_NEEDED,
 			bpf_htonl(mtu & 0xffff));
 }
@@ -388,10 +386,15 @@ static __always_inline int pw_may_tell(const struct pw_pkt *p, struct pw_scratch
 static __always_inline int pw_tell_mtu(struct __sk_buff *skb, struct pw_pkt *p)
 {
 	struct pw_scratch *s = pw_get_scratch();
+	struct pw_addr called = p->key.dst;
 	__u32 len = skb->len;
 
-	if (!s || !pw_has_way_back(p) || !pw_may_tell(p, s) || pw_too_big(skb, p, s->mtu))
+	if (!s || !pw_has_way_back(p) || !pw_may_tell(p, s))
 		return 0;
+	if (pw_too_big(skb, p, s->mtu)) {
+		p->key.dst = called;
+		return 0;
+	}
 	pw_count(PW_DROP_TOO_BIG, p->hook, p->v6, len);
 	pw_count(PW_TOO_BIG_SENT, p->hook, p->v6, skb->len);
 	return 1;

@@ -11,7 +11,6 @@
 
 #include "follow.h"
 
-#define PW_VXLAN_FLAGS 0x08000000 /* a valid VNI and nothing else, RFC 7348 5 */
 #define PW_ECN_CE 3
 
 /* Written since 6.3; older kernels refuse the flag and the device decaps. */

@@ -27,6 +27,8 @@ static __always_inline int pw_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
 	if (p->kind == PW_KIND_ICMP_ERROR) {
 		/* A node may be the other end, or on the way. */
 		p->service = pw_error_is_ours(skb, p);
+		if (!p->service)
+			pw_learn_mtu(skb, p);
 		return p->service;
 	}
 	if (p->kind != PW_KIND_FLOW)

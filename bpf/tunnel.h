@@ -8,6 +8,7 @@
 #include "settings.h"
 
 #define PW_TUNNEL_TTL 64
+#define PW_VXLAN_FLAGS 0x08000000 /* a valid VNI and nothing else, RFC 7348 5 */
 
 /*
  * Inner source addresses between nodes. The second says that the packet's
@@ -74,7 +75,6 @@ static __always_inline int pw_encap(struct __sk_buff *skb, const struct pw_pkt *
 
 		ip->tos = p->ecn;
 		ip->tot_len = bpf_htons(len);
-		/* May be fragmented on the way, like the device's packets. */
 		ip->id = bpf_get_prandom_u32();
 		sum = (__u64)node->header_sum + bpf_htons(p->ecn) + ip->tot_len + ip->id;
 		sum = (sum & 0xffff) + (sum >> 16);

@@ -429,8 +429,9 @@ enum pw_node_flags {
  * 0 only addr counts: this node's own tunnel address.
  *
  * header is what stands before the inner IP header on the wire: outer
- * Ethernet (addresses left to the neighbour table), IPv4, UDP, VXLAN, inner
- * Ethernet. Lengths, identification, checksums and the UDP source port are 0
+ * Ethernet (addresses left to the neighbour table), IPv4 (not to be fragmented:
+ * a router that cannot says so, see pw_learn_mtu), UDP, VXLAN, inner Ethernet.
+ * Lengths, identification, checksums and the UDP source port are 0
  * in it; header_sum is the ones' complement sum of its IPv4 header.
  */
 struct pw_node {

@@ -121,6 +121,7 @@ type world struct {
 	outside  []node.Device
 	overlay  int
 	ways     map[netip.Addr]node.Way // to the other nodes' addresses
+	learned  map[netip.Addr]learned  // of these ways
 	leaving  leaving
 	mtu      int // of the overlay device and of pods
 	attached map[int]string

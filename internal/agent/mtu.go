@@ -1,6 +1,9 @@
 package agent
 
 import (
+	"net/netip"
+	"time"
+
 	"github.com/podweir/podweir/internal/node"
 	"github.com/podweir/podweir/internal/tunnel"
 )
@@ -57,4 +60,46 @@ func (a *Agent) deviceMTU() int {
 		mtu = d.MTU
 	}
 	return mtu
+}
+
+// learnedFor is how long a router's word about the way to a node counts: as
+// long as in the kernel (net.ipv4.route.mtu_expires).
+const learnedFor = 10 * time.Minute
+
+// learned is what the datapath heard from a router about the way to a node.
+type learned struct {
+	mtu   int // of what the tunnel carries
+	until time.Time
+}
+
+// readLearned looks for what the datapath has lowered in pw_nodes by itself
+// (pw_learn_mtu in bpf/icmp.h), keeps it for a while and then lets it go: the
+// next packet that is too big brings it back.
+func (a *Agent) readLearned() {
+	w := &a.world
+	now := a.opt.Now()
+	for addr, l := range w.learned {
+		if now.After(l.until) {
+			delete(w.learned, addr)
+		}
+	}
+	for _, n := range w.nodes {
+		id, ok := a.peers.byName[n.Name]
+		if !ok {
+			continue
+		}
+		wrote, ok := a.peers.nodes.Actual(id)
+		if !ok || wrote.Mtu == 0 {
+			continue
+		}
+		has, ok, err := a.dp.Maps().Nodes.Get(id)
+		if err != nil || !ok || has.Addr != wrote.Addr || has.Mtu >= wrote.Mtu {
+			continue // an error shows where the map is written
+		}
+		a.log.Info("a router says that the way to a node is narrower", "node", n.Name, "mtu", has.Mtu, "was", wrote.Mtu)
+		if w.learned == nil {
+			w.learned = make(map[netip.Addr]learned)
+		}
+		w.learned[n.Addr] = learned{mtu: int(has.Mtu), until: now.Add(learnedFor)}
+	}
 }

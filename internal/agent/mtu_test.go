@@ -3,7 +3,9 @@ package agent
 import (
 	"log/slog"
 	"net/netip"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/podweir/podweir/internal/node"
 	"github.com/podweir/podweir/internal/tunnel"
@@ -98,5 +100,52 @@ func TestMTUOfPods(t *testing.T) {
 		if got := a.syncMTU(); got != c.ofOverlay || a.MTU() != c.pods {
 			t.Errorf("%s: pods %d, tunnel's device %d; want %d and %d", c.name, a.MTU(), got, c.pods, c.ofOverlay)
 		}
+	}
+}
+
+// What the datapath learns of a way's MTU stays for a while, whatever else
+// makes the agent write the entry, and is then forgotten.
+func TestLearnedMTUExpires(t *testing.T) {
+	var skew atomic.Int64
+	b := newAgentBenchAt(t, func() time.Time { return time.Now().Add(time.Duration(skew.Load())) })
+	b.cluster()
+	b.done()
+	b.await("ready", func() bool { return b.a.full })
+	nodes := b.dp.set.Nodes
+	var id uint32
+	b.await("the node's entry", func() bool {
+		id = b.a.peers.ids.byName["node-b"]
+		v, _ := b.a.peers.nodes.Actual(id)
+		return v.Mtu == 1450
+	})
+	v, _, err := nodes.Get(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	v.Mtu = 1350
+	if err := nodes.Put(id, v); err != nil {
+		t.Fatal(err)
+	}
+	is := func(what string, change func(), mtu uint16) {
+		t.Helper()
+		rounds := uint64(0)
+		b.await("rounds", func() bool { rounds = b.a.stats.rounds; return true })
+		b.stack.event(change)
+		b.await(what, func() bool {
+			have, _ := b.a.peers.nodes.Actual(id)
+			return b.a.stats.rounds > rounds && have.Mtu == mtu
+		})
+		if v, _, err := nodes.Get(id); err != nil || v.Mtu != mtu {
+			t.Errorf("%s: the map says %d, %v; want %d", what, v.Mtu, err, mtu)
+		}
+	}
+	is("learned", func() {}, 1350)
+	is("the device grows", func() { b.stack.list[0].MTU = 9000 }, 1350)
+	is("it shrinks below", func() { b.stack.list[0].MTU = 1380 }, 1330)
+	is("and grows again", func() { b.stack.list[0].MTU = 9000 }, 1350)
+	skew.Store(int64(learnedFor + time.Minute))
+	is("forgotten", func() {}, 8950)
+	if b.a.MTU() != 8950 {
+		t.Errorf("MTU of pods is %d: one way's matter", b.a.MTU())
 	}
 }

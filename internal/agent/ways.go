@@ -22,6 +22,7 @@ func (a *Agent) readWays() {
 			overlay = d.Index
 		}
 	}
+	a.readLearned()
 	ways := make(map[netip.Addr]node.Way, len(w.nodes))
 	var errs []error
 	for _, n := range w.nodes {
@@ -36,6 +37,9 @@ func (a *Agent) readWays() {
 			way, ok, err := a.stack.Way(addr)
 			if err != nil {
 				errs = append(errs, fmt.Errorf("Node %s: %w", n.Name, err))
+			}
+			if l, known := w.learned[addr]; known && addr == n.Addr {
+				way.MTU = min(way.MTU, l.mtu+way.MTU-tunnel.MTU(way.MTU, addr))
 			}
 			if ok && way.Device != overlay {
 				ways[addr] = way
