@@ -12,8 +12,8 @@ import (
 // The kernel takes the addresses of an interface with less away.
 const minIPv6 = 1280
 
-// syncMTU works out how large packets of pods may be and has it followed by
-// pods that exist. It returns what the tunnel's device gets; 0 = not known yet.
+// syncMTU works out how large packets of pods may be. It returns what the
+// tunnel's device gets; 0 = not known yet.
 func (a *Agent) syncMTU() int {
 	w := &a.world
 	device := a.deviceMTU()
@@ -34,14 +34,23 @@ func (a *Agent) syncMTU() int {
 	if !a.opt.Mode.Tunnels() && a.opt.MTU == 0 {
 		w.mtu = device
 	}
-	if was := a.mtu.Swap(int64(w.mtu)); was != int64(w.mtu) {
-		a.log.Info("MTU of pods", "mtu", w.mtu, "was", was, "device", device)
+	return overlay
+}
+
+// tellMTU has pods follow. The ways to nodes have been written before: a pod
+// that sent more than they said would be told so, and remember it.
+func (a *Agent) tellMTU() {
+	mtu := int64(a.world.mtu)
+	if mtu == 0 {
+		return
+	}
+	if was := a.mtu.Swap(mtu); was != mtu {
+		a.log.Info("MTU of pods", "mtu", mtu, "was", was)
 		select {
 		case a.resized <- struct{}{}:
 		default:
 		}
 	}
-	return overlay
 }
 
 // deviceMTU is the MTU of the devices by which the other nodes are reached,

@@ -97,7 +97,8 @@ func TestMTUOfPods(t *testing.T) {
 		if c.self.IsValid() {
 			a.world.devices = []node.Device{{Index: 2, MTU: c.device, Addrs: []netip.Addr{c.self}}}
 		}
-		if got := a.syncMTU(); got != c.ofOverlay || a.MTU() != c.pods {
+		got := a.syncMTU()
+		if a.tellMTU(); got != c.ofOverlay || a.MTU() != c.pods {
 			t.Errorf("%s: pods %d, tunnel's device %d; want %d and %d", c.name, a.MTU(), got, c.pods, c.ofOverlay)
 		}
 	}

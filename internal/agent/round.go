@@ -46,6 +46,7 @@ func (a *Agent) round(ctx context.Context) time.Time {
 		a.syncPeers(txn)
 		a.dirty.peers = false
 	}
+	a.tellMTU()
 	a.syncServices(txn)
 	if endpoints {
 		// Running flows follow before anybody is told. What fails here fails

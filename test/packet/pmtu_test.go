@@ -67,8 +67,8 @@ func TestTooBigForTheTunnel(t *testing.T) {
 			w.pod(devClient, out.sized(innerMTU+1)).is(fwdTunnel, hitNew)
 		}
 		seg := tcp(ap(w.f.client, 40001), ap(w.f.remote, podPort), ack)
-		s := pod(seg.sized(2 * 1400))
-		s.gso = 1400
+		s := pod(seg.sized(2 * 1380))
+		s.gso = 1380
 		w.run(s).is(fwdTunnel, miss, created, bpf.DpPwReasonPW_FLOW_MIDSTREAM) // see TestEncap
 		s.gso = 1420
 		w.tooBig(s, innerMTU, hitNew)
