@@ -130,7 +130,7 @@ static __always_inline int pw_decap(struct __sk_buff *skb, struct pw_pkt *p)
 				return PW_NEXT;
 			/* Stripped as it is, it goes the way of all packets. */
 			return pw_flow_touch(p, f, at, skb->len, now) ? PW_INNER
-								      : pw_act(skb, p, f);
+								      : pw_act(skb, p, f, NULL);
 		}
 	}
 	/* Unknown, or not as its entry says: to a pod from a node it is, at least. */

@@ -85,6 +85,14 @@ static __always_inline int pw_to_pod(struct __sk_buff *skb, struct pw_pkt *p,
 	return bpf_redirect(ifindex, 0);
 }
 
+/* The node that f's packets go to; NULL if to none, or to one not known. */
+static __always_inline struct pw_node *pw_node_of(const struct pw_flow *f)
+{
+	__u32 id = f->to.id;
+
+	return f->to.kind == PW_PLACE_NODE ? bpf_map_lookup_elem(&pw_nodes, &id) : NULL;
+}
+
 /* Marked, because to_netdev comes after it. */
 static __always_inline int pw_send(struct __sk_buff *skb, __u32 ifindex,
 				   const struct pw_addr *nexthop)
@@ -109,10 +117,8 @@ static __always_inline int pw_send(struct __sk_buff *skb, __u32 ifindex,
  * device takes ICMP errors, what does not fit, and what adjust_room refuses.
  */
 static __always_inline int pw_to_node(struct __sk_buff *skb, struct pw_pkt *p,
-				      const struct pw_flow *f)
+				      const struct pw_flow *f, const struct pw_node *node)
 {
-	__u32 id = f->to.id;
-	struct pw_node *node = bpf_map_lookup_elem(&pw_nodes, &id);
 	int tunnel = f->flags & PW_F_TUNNEL, via = tunnel && !(f->flags & PW_F_REPLY);
 
 	if (!node || !cfg_overlay_ifindex)
@@ -190,8 +196,12 @@ static __always_inline int pw_expires(const struct pw_pkt *p, const struct pw_fl
 	return pw_is_ingress(p) && f->to.kind != PW_PLACE_HOST && p->ttl <= 1;
 }
 
-/* pw_tell_ttl comes before it where somebody is to be told. */
-static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f)
+/*
+ * pw_tell_ttl comes before it where somebody is to be told. node: that of
+ * pw_node_of, which has been asked for its MTU.
+ */
+static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f,
+				  const struct pw_node *node)
 {
 	int dec = pw_is_ingress(p) && f->to.kind != PW_PLACE_HOST;
 	int err;
@@ -207,7 +217,7 @@ static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const
 	case PW_PLACE_POD:
 		return pw_to_pod(skb, p, f);
 	case PW_PLACE_NODE:
-		return pw_to_node(skb, p, f);
+		return pw_to_node(skb, p, f, node);
 	case PW_PLACE_WIRE:
 		return pw_to_wire(skb, p, f);
 	case PW_PLACE_HOST:

@@ -57,13 +57,15 @@ static __always_inline __u32 pw_tunnel_mtu(const struct pw_flow *f)
 #define PW_MTU_ANY_V4 576
 
 /*
- * Might it be too big for the wire, or for the tunnel, and its sender want to
- * know? What the host sends, its stack has seen to.
+ * Might it be too big for its way, and its sender want to know? What the host
+ * sends, its stack has seen to. node: the one that it goes to.
  */
 static __always_inline int pw_may_exceed(const struct __sk_buff *skb, const struct pw_pkt *p,
-					 const struct pw_flow *f)
+					 const struct pw_flow *f, const struct pw_node *node)
 {
-	return (f->to.kind == PW_PLACE_WIRE || f->to.kind == PW_PLACE_NODE) &&
+	if (node)
+		return pw_size(skb, p) > pw_node_room(node) && pw_is_ingress(p);
+	return f->to.kind == PW_PLACE_WIRE &&
 	       skb->len > (p->v6 ? PW_MTU_ANY_V6 : PW_MTU_ANY_V4) + ETH_HLEN && pw_is_ingress(p);
 }
 
@@ -93,20 +95,20 @@ static __always_inline __u32 pw_node_mtu(struct __sk_buff *skb, const struct pw_
 
 /* Are f's packets limited by the way that they go, or some of them? */
 static __always_inline int pw_is_limited(const struct __sk_buff *skb, const struct pw_pkt *p,
-					 const struct pw_flow *f)
+					 const struct pw_flow *f, const struct pw_node *node)
 {
-	return f->flags & (PW_F_CLAMP | PW_F_TUNNEL) || pw_may_exceed(skb, p, f);
+	return f->flags & (PW_F_CLAMP | PW_F_TUNNEL) || pw_may_exceed(skb, p, f, node);
 }
 
 /* The MTU of the way that it does not fit, else 0. */
 static __always_inline __u32 pw_exceeds(struct __sk_buff *skb, const struct pw_pkt *p,
 					const struct pw_flow *f)
 {
-	__u32 size = skb->gso_size ? skb->gso_size + p->headers : skb->len - ETH_HLEN, mtu = 0;
+	__u32 size = pw_size(skb, p), mtu = 0;
 
 	if (f->to.kind == PW_PLACE_NODE)
 		mtu = pw_node_mtu(skb, p, f);
-	else if (pw_may_exceed(skb, p, f))
+	else if (pw_may_exceed(skb, p, f, NULL))
 		bpf_check_mtu(skb, f->to.id, &mtu, 0, 0); /* fills it in, whatever it says */
 	return mtu && size > mtu ? mtu : 0;
 }
@@ -164,6 +166,7 @@ static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
 {
 	struct pw_scratch *s = pw_get_scratch();
 	struct pw_flow *at = NULL;
+	struct pw_node *node;
 	__u64 now = pw_now();
 
 	if (!s)
@@ -171,10 +174,12 @@ static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
 	if (p->kind != PW_KIND_ICMP_ERROR && !p->missed) {
 		if (pw_flow_load(&p->key, &s->known, &at) && pw_current(p, &s->known, now) &&
 		    !pw_flow_touch(p, &s->known, at, skb->len, now)) {
-			p->known = pw_expires(p, &s->known) || (pw_is_limited(skb, p, &s->known) &&
-								pw_over_limit(skb, p, &s->known));
+			node = pw_node_of(&s->known);
+			p->known = pw_expires(p, &s->known) ||
+				   (pw_is_limited(skb, p, &s->known, node) &&
+				    pw_over_limit(skb, p, &s->known));
 			if (!p->known)
-				return pw_act(skb, p, &s->known);
+				return pw_act(skb, p, &s->known, node);
 		}
 		p->missed = !at;
 	}

@@ -137,7 +137,7 @@ static __always_inline int pw_follow_error(struct __sk_buff *skb, struct pw_pkt 
 		return pw_pass(skb, p);
 	if (err)
 		return pw_drop(skb, p, err);
-	return pw_act(skb, p, &s->fwd);
+	return pw_act(skb, p, &s->fwd, pw_node_of(&s->fwd));
 }
 
 /* Does it get a tunnel header, ours or the device's? */
@@ -174,6 +174,7 @@ SEC("tc")
 int slow(struct __sk_buff *skb)
 {
 	struct pw_scratch *s = pw_get_scratch();
+	struct pw_node *node;
 	struct pw_pkt p;
 	int err;
 
@@ -188,12 +189,13 @@ int slow(struct __sk_buff *skb)
 	/* As a router: first the time, then the size. */
 	if (pw_expires(&p, &s->fwd))
 		return pw_tell_ttl(skb, &p);
-	if (pw_is_limited(skb, &p, &s->fwd) && pw_limit(skb, &p, &s->fwd)) {
+	node = pw_node_of(&s->fwd);
+	if (pw_is_limited(skb, &p, &s->fwd, node) && pw_limit(skb, &p, &s->fwd)) {
 		if (pw_tell_mtu(skb, &p))
 			return pw_send_back(skb, &p);
 		/* The tunnel's device fragments what may not be told so, no other. */
 		if (!pw_takes_tunnel(&s->fwd))
 			return pw_drop(skb, &p, PW_DROP_TOO_BIG);
 	}
-	return pw_act(skb, &p, &s->fwd);
+	return pw_act(skb, &p, &s->fwd, node);
 }

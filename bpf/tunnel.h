@@ -26,6 +26,18 @@ static __always_inline __u16 pw_outer_sport(__u32 hash)
 	return 0xc000 | ((hash ^ (hash >> 16)) & 0x3fff);
 }
 
+/* The IP packet's length, or that of its segments. */
+static __always_inline __u32 pw_size(const struct __sk_buff *skb, const struct pw_pkt *p)
+{
+	return skb->gso_size ? skb->gso_size + p->headers : skb->len - ETH_HLEN;
+}
+
+/* What surely fits the way to a node, by the tunnel or not. */
+static __always_inline __u32 pw_node_room(const struct pw_node *node)
+{
+	return node->mtu + (node->flags & PW_NODE_DIRECT ? PW_ENCAP_LEN : 0);
+}
+
 /*
  * Does the packet (every segment of it) fit the way to the node under our
  * own header? What does not is left to the device, which fragments.
@@ -33,7 +45,7 @@ static __always_inline __u16 pw_outer_sport(__u32 hash)
 static __always_inline int pw_fits(const struct __sk_buff *skb, const struct pw_pkt *p,
 				   const struct pw_node *node)
 {
-	__u32 size = skb->gso_size ? skb->gso_size + p->headers : skb->len - ETH_HLEN;
+	__u32 size = pw_size(skb, p);
 
 	/* The outer lengths are 16 bits wide, segmented or not. */
 	return node->flags & PW_NODE_HEADER && size <= node->mtu &&
