@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	corev1 "k8s.io/api/core/v1"
 
 	"github.com/podweir/podweir/test/cluster"
 )
@@ -228,6 +229,14 @@ func TestNarrowWay(t *testing.T) {
 	ok(t, err)
 	podMTU(ctx, t, w.client, 1450)
 	w.service(t, ctx, "far", "10.98.0.2", "fd00:10:98::2", distant)
+	objs := service("entry", "10.98.0.3", "fd00:10:98::3", distant)
+	svc := objs[0].(*corev1.Service)
+	svc.Spec.Type = corev1.ServiceTypeNodePort
+	for i := range svc.Spec.Ports {
+		svc.Spec.Ports[i].NodePort = 30080
+	}
+	ok(t, w.Manifests.Put(objs...))
+	w.awaitService(t, ctx, "10.98.0.3", "fd00:10:98::3", 1)
 	wire, err := w.Ext.Capture(ctx, "eth1")
 	ok(t, err)
 	c := w.Node("node-c")
@@ -237,6 +246,11 @@ func TestNarrowWay(t *testing.T) {
 	for _, f := range families {
 		t.Run(f.name, func(t *testing.T) {
 			vip := f.pick("10.98.0.2", "fd00:10:98::2")
+			// From outside by a NodePort (N12), before anybody knows of the
+			// narrow way.
+			from := listen(t, distant.Netns, port(f.of(distant), serverPort), nil)
+			transfer(ctx, t, w.Ext, from, port(nodeAddr(w.a, f), 30080), 1<<20, nil)
+			ok(t, from.Close())
 			for _, to := range []string{port(f.of(distant), serverPort), port(vip, 80)} {
 				l := listen(t, distant.Netns, port(f.of(distant), serverPort), nil)
 				transfer(ctx, t, w.client.Netns, l, to, 1<<20, nil)
@@ -275,18 +289,52 @@ func TestNarrowWay(t *testing.T) {
 	checksumErrors(t, w.client.Netns, distant.Netns, w.a.Netns, c.Netns)
 }
 
+// The same over IPv6, where the tunnel's device sends: routers never fragment
+// there, and the first too large packet teaches the way's MTU.
+func TestNarrowWayOverIPv6(t *testing.T) {
+	const narrow, inner = 1400, 1330
+	nodes := append(cluster.DefaultNodes(), cluster.NodeConfig{
+		Name: "node-c", Addrs: []netip.Prefix{netip.MustParsePrefix("fd00:172:31:1::2/64")},
+		PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.90.0/24"), netip.MustParsePrefix("fd00:10:244:5a::/64")},
+	})
+	for i := range nodes[:2] {
+		nodes[i].Addrs = nodes[i].Addrs[1:]
+	}
+	w := own(t, cluster.Config{Nodes: nodes})
+	ctx := within(t, 2*time.Minute)
+	w.distant(ctx, t, narrow)
+	obj := podObject("distant", "node-c", "10.244.90.65", "fd00:10:244:5a::65")
+	ok(t, w.Manifests.Put(obj))
+	ok(t, w.start(ctx))
+	distant, err := w.AddPod(ctx, obj)
+	ok(t, err)
+	podMTU(ctx, t, w.client, 1430)
+	wire, err := w.Ext.Capture(ctx, "eth1")
+	ok(t, err)
+	for _, f := range families {
+		at := port(f.of(distant), serverPort)
+		l := listen(t, distant.Netns, at, nil)
+		transfer(ctx, t, w.client.Netns, l, at, 1<<20, nil)
+		out, err := w.client.Exec(ctx, "ip", "route", "get", f.of(distant).String())
+		if err != nil || !strings.Contains(out, fmt.Sprintf("mtu %d", inner)) {
+			t.Errorf("%s: want a path MTU of %d: %s, %v", f.name, inner, out, err)
+		}
+	}
+	for _, n := range []*cluster.Node{w.a, w.Node("node-c")} {
+		if got := counters(t, n); got["pmtu_learned/from_netdev/ipv6"] == 0 || got["too_big_sent/from_pod"] == 0 {
+			t.Errorf("%s: %v", n.NodeName, got)
+		}
+	}
+	ok(t, wire.Close())
+	for _, p := range wire.Matching(func(p *cluster.Packet) bool { return p.Outer != nil && (p.Outer.Fragment || p.Last().Fragment) }) {
+		t.Fatalf("fragment on the way: %v", p)
+	}
+}
+
 // traces asks with UDP, TCP and ICMP how far each TTL goes, between pods, by a
 // service, and from outside by a NodePort.
 func (w *world) traces(ctx context.Context, t *testing.T, f family, distant *cluster.Pod, c *cluster.Node) {
-	v6 := f.name == "ipv6"
-	nodeOf := func(n *cluster.Node) netip.Addr {
-		for _, p := range n.Config.Addrs {
-			if p.Addr().Is6() == v6 {
-				return p.Addr()
-			}
-		}
-		return netip.Addr{}
-	}
+	nodeOf := func(n *cluster.Node) netip.Addr { return nodeAddr(n, f) }
 	vip := f.pick("10.98.0.2", "fd00:10:98::2")
 	for _, kind := range []string{"udp", "tcp", "icmp"} {
 		hop := func(from *cluster.Pod, to netip.Addr, ttl int, want netip.Addr) {
@@ -310,6 +358,15 @@ func (w *world) traces(ctx context.Context, t *testing.T, f family, distant *clu
 		hop(distant, f.of(w.client), 1, nodeOf(c))
 		hop(distant, f.of(w.client), 2, nodeOf(w.a))
 		hop(distant, f.of(w.client), 3, netip.Addr{})
+		if kind != "icmp" {
+			// The second node's own name would mean nothing outside.
+			for ttl, want := range []netip.Addr{nodeOf(w.a), nodeOf(w.a), {}} {
+				by, err := oneProbe(ctx, w.Ext, kind, netip.AddrPortFrom(nodeOf(w.a), 30080), ttl+1)
+				if err != nil || by != want {
+					t.Errorf("%s from outside to a NodePort with TTL %d: answered by %v, %v; want %v", kind, ttl+1, by, err, want)
+				}
+			}
+		}
 		// To the world: this node, then the router there.
 		outside := f.pick("172.31.2.2", "fd00:172:31:2::2")
 		hop(w.client, outside, 1, nodeOf(w.a))
@@ -381,7 +438,7 @@ func oneProbe(ctx context.Context, n *cluster.Netns, kind string, to netip.AddrP
 			if h.Proto == unix.IPPROTO_ICMPV6 && h.ICMPType > 132 {
 				return false
 			}
-			return h.Proto == unix.IPPROTO_ICMP || h.Proto == unix.IPPROTO_ICMPV6 || h.Src == to.Addr()
+			return h.Proto == unix.IPPROTO_ICMP || h.Proto == unix.IPPROTO_ICMPV6 || h.Src == to.Addr() && h.SPort == to.Port()
 		})
 		if err != nil {
 			return err
@@ -402,6 +459,16 @@ func oneProbe(ctx context.Context, n *cluster.Netns, kind string, to netip.AddrP
 		return nil
 	})
 	return by, err
+}
+
+// nodeAddr is a node's address of the family.
+func nodeAddr(n *cluster.Node, f family) netip.Addr {
+	for _, p := range n.Config.Addrs {
+		if p.Addr().Is4() == (f.name == "ipv4") {
+			return p.Addr()
+		}
+	}
+	return netip.Addr{}
 }
 
 func addr4(a netip.Addr) (b [4]byte) {
