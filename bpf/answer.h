@@ -34,10 +34,9 @@
 
 enum pw_error_code {
 	PW_ICMP_PORT_UNREACHABLE = 3,
-	PW_ICMP_FRAG_NEEDED = 4,
 	PW_ICMP_REDIRECT = 5,
 	PW_ICMP6_UNREACHABLE = 1,
-	PW_ICMP6_TOO_BIG = 2,
+	PW_ICMP6_TIME_EXCEEDED = 3,
 	PW_ICMP6_PORT_UNREACHABLE = 4,
 	PW_ICMP6_REDIRECT = 137,
 };
@@ -240,6 +239,53 @@ __noinline int pw_refuse(struct __sk_buff *skb, struct pw_pkt *p)
 	return pw_error(skb, p, &s->draft, PW_ICMP_UNREACHABLE, PW_ICMP_PORT_UNREACHABLE, 0);
 }
 
+/* Redirects are errors, too: they are not answered by one. */
+static __always_inline int pw_is_redirect(struct __sk_buff *skb, const struct pw_pkt *p)
+{
+	__u8 type;
+
+	if (p->key.proto != IPPROTO_ICMP && p->key.proto != IPPROTO_ICMPV6)
+		return 0;
+	return bpf_skb_load_bytes(skb, p->l4, &type, sizeof(type)) ||
+	       type == (p->v6 ? PW_ICMP6_REDIRECT : PW_ICMP_REDIRECT);
+}
+
+/*
+ * A router speaks under its own name: the address of the device that the
+ * packet came in by, or the node's. p->key.dst is the answer's source.
+ */
+static __always_inline void pw_speak_as_router(const struct __sk_buff *skb, struct pw_pkt *p)
+{
+	__u32 ifindex, node = 0;
+	const struct pw_addr *a;
+	struct pw_dev_addr *own;
+
+	barrier_var(skb);
+	ifindex = p->hook == PW_FROM_NETDEV ? skb->ifindex : 0;
+	own = bpf_map_lookup_elem(&pw_dev_addrs, &ifindex);
+	if (!own)
+		own = bpf_map_lookup_elem(&pw_dev_addrs, &node);
+	if (!own)
+		return;
+	a = p->v6 ? &own->v6 : &own->v4;
+	/* Without an address of the family: who was called hides the node. */
+	if (!pw_addr_is_zero(a))
+		p->key.dst = *a;
+}
+
+/* The same for a packet whose time has ended here (RFC 1812 5.3.1). */
+__noinline int pw_time_exceeded(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	struct pw_scratch *s = pw_get_scratch();
+
+	if (!p || !s || !pw_answerable(skb, p) || pw_is_redirect(skb, p))
+		return -1;
+	pw_speak_as_router(skb, p);
+	if (p->v6)
+		return pw_error(skb, p, &s->draft, PW_ICMP6_TIME_EXCEEDED, 0, 0);
+	return pw_error(skb, p, &s->draft, PW_ICMP_TIME_EXCEEDED, 0, 0);
+}
+
 /*
  * The same for a packet that does not fit its way (RFC 1191, RFC 4443 3.2).
  * Not an answer: one that may be fragmented.
@@ -248,23 +294,32 @@ __noinline int pw_too_big(struct __sk_buff *skb, struct pw_pkt *p, __u32 mtu)
 {
 	struct pw_scratch *s = pw_get_scratch();
 	__be16 frag;
-	__u8 type;
 
-	if (!p || !s || !pw_answerable(skb, p))
+	if (!p || !s || !pw_answerable(skb, p) || pw_is_redirect(skb, p))
 		return -1;
-	if (p->key.proto == IPPROTO_ICMP || p->key.proto == IPPROTO_ICMPV6) {
-		if (bpf_skb_load_bytes(skb, p->l4, &type, sizeof(type)) ||
-		    type == (p->v6 ? PW_ICMP6_REDIRECT : PW_ICMP_REDIRECT))
-			return -1;
-	}
+	if (!p->v6 && (bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct iphdr, frag_off), &frag,
+					  sizeof(frag)) ||
+		       !(frag & bpf_htons(0x4000))))
+		return -1;
+	/* Clients outside are told by the address they called: it reaches them. */
+	if (p->hook != PW_FROM_NETDEV)
+		pw_speak_as_router(skb, p);
 	if (p->v6)
 		return pw_error(skb, p, &s->draft, PW_ICMP6_TOO_BIG, 0, bpf_htonl(mtu));
-	if (bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct iphdr, frag_off), &frag,
-			       sizeof(frag)) ||
-	    !(frag & bpf_htons(0x4000)))
-		return -1;
 	return pw_error(skb, p, &s->draft, PW_ICMP_UNREACHABLE, PW_ICMP_FRAG_NEEDED,
 			bpf_htonl(mtu & 0xffff));
+}
+
+/* Back through the tunnel that it came out of. */
+static __always_inline int pw_send_to_peer(struct __sk_buff *skb, const struct pw_pkt *p)
+{
+	__u32 id = p->from.id;
+	struct pw_node *node = bpf_map_lookup_elem(&pw_nodes, &id);
+
+	if (!node || pw_write_macs(skb, node->mac, NULL, 0) || pw_set_tunnel(skb, node))
+		return PW_SHOT;
+	skb->mark |= cfg_mark;
+	return bpf_redirect(cfg_overlay_ifindex, 0);
 }
 
 /*
@@ -282,6 +337,8 @@ static __always_inline int pw_send_back(struct __sk_buff *skb, const struct pw_p
 		pw_make_ours(skb);
 		return bpf_redirect_peer(ifindex, 0);
 	}
+	if (p->hook == PW_FROM_OVERLAY || p->stripped)
+		return pw_send_to_peer(skb, p);
 	skb->mark |= cfg_mark;
 	if (p->hook == PW_FROM_NETDEV)
 		return bpf_redirect(ifindex, 0);
@@ -295,7 +352,12 @@ static __always_inline int pw_has_way_back(const struct pw_pkt *p)
 	case PW_FROM_POD:
 		return 1;
 	case PW_FROM_NETDEV:
-		return !p->stripped; /* it went off with the outer header */
+		if (!p->stripped)
+			return 1;
+		/* By the tunnel that it came out of. */
+		return p->from.kind == PW_PLACE_NODE && cfg_overlay_ifindex;
+	case PW_FROM_OVERLAY:
+		return p->from.kind == PW_PLACE_NODE && cfg_overlay_ifindex;
 	case PW_TO_OVERLAY:
 	case PW_TO_LO:
 	case PW_TO_NETDEV:
@@ -308,11 +370,17 @@ static __always_inline int pw_has_way_back(const struct pw_pkt *p)
  * Errors to outside are limited: whoever sends under false names would have
  * us trouble others.
  */
-static __always_inline int pw_may_tell(const struct pw_pkt *p, struct pw_scratch *s)
+static __always_inline int pw_may_err(const struct pw_pkt *p, struct pw_scratch *s)
 {
-	if (p->hook != PW_FROM_NETDEV || p->key.proto == IPPROTO_TCP || !cfg_errors_per_sec)
+	if (p->hook == PW_FROM_POD || !cfg_errors_per_sec)
 		return 1;
 	return pw_within(&s->error_due, cfg_errors_per_sec, PW_ERROR_BURST);
+}
+
+/* The same where TCP is answered by a reset, which is none. */
+static __always_inline int pw_may_tell(const struct pw_pkt *p, struct pw_scratch *s)
+{
+	return p->hook != PW_FROM_NETDEV || p->key.proto == IPPROTO_TCP || pw_may_err(p, s);
 }
 
 /*
@@ -322,13 +390,30 @@ static __always_inline int pw_may_tell(const struct pw_pkt *p, struct pw_scratch
 static __always_inline int pw_tell_mtu(struct __sk_buff *skb, struct pw_pkt *p)
 {
 	struct pw_scratch *s = pw_get_scratch();
+	struct pw_addr called = p->key.dst;
 	__u32 len = skb->len;
 
-	if (!s || !pw_has_way_back(p) || !pw_may_tell(p, s) || pw_too_big(skb, p, s->mtu))
+	if (!s || !pw_has_way_back(p) || !pw_may_tell(p, s))
 		return 0;
+	if (pw_too_big(skb, p, s->mtu)) {
+		p->key.dst = called;
+		return 0;
+	}
 	pw_count(PW_DROP_TOO_BIG, p->hook, p->v6, len);
 	pw_count(PW_TOO_BIG_SENT, p->hook, p->v6, skb->len);
 	return 1;
+}
+
+/* The end of a packet whose time has ended: its sender is told, if it may be. */
+static __always_inline int pw_tell_ttl(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	struct pw_scratch *s = pw_get_scratch();
+
+	pw_count(PW_DROP_TTL, p->hook, p->v6, skb->len);
+	if (!s || !pw_has_way_back(p) || !pw_may_err(p, s) || pw_time_exceeded(skb, p))
+		return PW_SHOT;
+	pw_count(PW_TTL_SENT, p->hook, p->v6, skb->len);
+	return pw_send_back(skb, p);
 }
 
 /* The end of a packet that is not let through: dropped, and maybe answered. */

@@ -12,8 +12,6 @@
 #include "follow.h"
 #include "ipip.h"
 
-#define PW_VXLAN_FLAGS 0x08000000 /* a valid VNI and nothing else, RFC 7348 5 */
-
 /* Written since 6.3; older kernels refuse the flag and the device decaps. */
 #ifndef BPF_F_ADJ_ROOM_DECAP_L3_IPV6
 #define BPF_F_ADJ_ROOM_DECAP_L3_IPV6 (1ULL << 8)
@@ -138,7 +136,7 @@ static __always_inline int pw_decap(struct __sk_buff *skb, struct pw_pkt *p)
 				return PW_NEXT;
 			/* Stripped as it is, it goes the way of all packets. */
 			return pw_flow_touch(p, f, at, skb->len, now) ? PW_INNER
-								      : pw_act(skb, p, f);
+								      : pw_act(skb, p, f, NULL);
 		}
 	}
 	/* Unknown, or not as its entry says: to a pod from a node it is, at least. */

@@ -89,6 +89,14 @@ static __always_inline int pw_to_pod(struct __sk_buff *skb, struct pw_pkt *p,
 	return bpf_redirect(ifindex, 0);
 }
 
+/* The node that f's packets go to; NULL if to none, or to one not known. */
+static __always_inline struct pw_node *pw_node_of(const struct pw_flow *f)
+{
+	__u32 id = f->to.id;
+
+	return f->to.kind == PW_PLACE_NODE ? bpf_map_lookup_elem(&pw_nodes, &id) : NULL;
+}
+
 /* Marked, because to_netdev comes after it. */
 static __always_inline int pw_send(struct __sk_buff *skb, __u32 ifindex,
 				   const struct pw_addr *nexthop)
@@ -113,10 +121,8 @@ static __always_inline int pw_send(struct __sk_buff *skb, __u32 ifindex,
  * device takes ICMP errors, what does not fit, and what adjust_room refuses.
  */
 static __always_inline int pw_to_node(struct __sk_buff *skb, struct pw_pkt *p,
-				      const struct pw_flow *f)
+				      const struct pw_flow *f, const struct pw_node *node)
 {
-	__u32 id = f->to.id;
-	struct pw_node *node = bpf_map_lookup_elem(&pw_nodes, &id);
 	int tunnel = f->flags & PW_F_TUNNEL, via = tunnel && !(f->flags & PW_F_REPLY);
 	int ours = p->kind != PW_KIND_ICMP_ERROR &&
 		   (p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV);
@@ -129,7 +135,8 @@ static __always_inline int pw_to_node(struct __sk_buff *skb, struct pw_pkt *p,
 			return pw_send(skb, node->ifindex,
 				       p->v6 ? &node->nexthop6 : &node->nexthop);
 		}
-		if (ours && !p->v6 && pw_fits_ipip(skb, p, node) && !pw_encap_ipip(skb, p, node)) {
+		if (ours && pw_is_ipip(node, p) && pw_fits_ipip(skb, p, node) &&
+		    !pw_encap_ipip(skb, p, node)) {
 			pw_count(PW_FWD_IPIP, p->hook, p->v6, skb->len);
 			return pw_send(skb, node->ifindex, &node->nexthop);
 		}
@@ -196,14 +203,26 @@ static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
 	return bpf_redirect(cfg_overlay_ifindex, BPF_F_INGRESS);
 }
 
-/* The stack takes the TTL of what it forwards itself. later: see pw_rewrite. */
+/*
+ * Does its time end here, where we take the place of routing? The stack takes
+ * the TTL of what it forwards itself.
+ */
+static __always_inline int pw_expires(const struct pw_pkt *p, const struct pw_flow *f)
+{
+	return pw_is_ingress(p) && f->to.kind != PW_PLACE_HOST && p->ttl <= 1;
+}
+
+/*
+ * pw_tell_ttl comes before it where somebody is to be told. node: that of
+ * pw_node_of, which has been asked for its MTU. later: see pw_rewrite.
+ */
 static __always_inline int pw_act_on(struct __sk_buff *skb, struct pw_pkt *p,
-				     const struct pw_flow *f, int later)
+				     const struct pw_flow *f, const struct pw_node *node, int later)
 {
 	int dec = pw_is_ingress(p) && f->to.kind != PW_PLACE_HOST;
 	int err;
 
-	if (dec && p->ttl <= 1)
+	if (pw_expires(p, f))
 		return pw_drop(skb, p, PW_DROP_TTL);
 	if (dec || f->flags & PW_F_XLATE) {
 		err = pw_rewrite(skb, p, f, dec, later);
@@ -214,7 +233,7 @@ static __always_inline int pw_act_on(struct __sk_buff *skb, struct pw_pkt *p,
 	case PW_PLACE_POD:
 		return pw_to_pod(skb, p, f);
 	case PW_PLACE_NODE:
-		return pw_to_node(skb, p, f);
+		return pw_to_node(skb, p, f, node);
 	case PW_PLACE_WIRE:
 		return pw_to_wire(skb, p, f);
 	case PW_PLACE_HOST:
@@ -223,9 +242,10 @@ static __always_inline int pw_act_on(struct __sk_buff *skb, struct pw_pkt *p,
 	return pw_drop(skb, p, PW_DROP_NO_ROUTE);
 }
 
-static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f)
+static __always_inline int pw_act(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f,
+				  const struct pw_node *node)
 {
-	return pw_act_on(skb, p, f, 0);
+	return pw_act_on(skb, p, f, node, 0);
 }
 
 #endif

@@ -61,6 +61,8 @@ static __always_inline int pw_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
 	if (p->kind == PW_KIND_ICMP_ERROR) {
 		/* A node may be the other end, or on the way. */
 		p->service = pw_error_is_ours(skb, p);
+		if (!p->service)
+			pw_learn_mtu(skb, p);
 		return p->service;
 	}
 	if (p->kind != PW_KIND_FLOW)
@@ -88,36 +90,65 @@ static __always_inline __u32 pw_tunnel_mtu(const struct pw_flow *f)
 	return node ? node->mtu : 0;
 }
 
-/* All that a packet to the wire may be large on any link (RFC 8200 5). */
-#define PW_MTU_ANY 1280
+/* What every way carries (RFC 8200 5), or is supposed to (RFC 791). */
+#define PW_MTU_ANY_V6 1280
+#define PW_MTU_ANY_V4 576
 
 /*
- * Might it be too big for the wire, and its sender want to know? What the
- * host sends, its stack has seen to.
+ * Might it be too big for its way, and its sender want to know? What the host
+ * sends, its stack has seen to. node: the one that it goes to.
  */
 static __always_inline int pw_may_exceed(const struct __sk_buff *skb, const struct pw_pkt *p,
+					 const struct pw_flow *f, const struct pw_node *node)
+{
+	if (node)
+		return pw_size(skb, p) > pw_node_room(node, p) && pw_is_ingress(p);
+	return f->to.kind == PW_PLACE_WIRE &&
+	       skb->len > (p->v6 ? PW_MTU_ANY_V6 : PW_MTU_ANY_V4) + ETH_HLEN && pw_is_ingress(p);
+}
+
+/*
+ * The MTU of f's way to a node; 0 = not known. Without a tunnel header there
+ * is room for one more; a way of the other family is not measured, its device
+ * is.
+ */
+static __always_inline __u32 pw_node_mtu(struct __sk_buff *skb, const struct pw_pkt *p,
 					 const struct pw_flow *f)
 {
-	return f->to.kind == PW_PLACE_WIRE && skb->len > PW_MTU_ANY + ETH_HLEN &&
-	       (p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV);
+	__u32 id = f->to.id, mtu = 0, v4;
+	struct pw_node *node = bpf_map_lookup_elem(&pw_nodes, &id);
+
+	if (!node)
+		return 0;
+	if (!(f->flags & PW_F_TUNNEL) && pw_is_ipip(node, p))
+		return node->mtu ? pw_node_room(node, p) : 0;
+	if (!(node->flags & PW_NODE_DIRECT) || f->flags & PW_F_TUNNEL) {
+		/* IPv6 needs so much; the device cuts what is too big for the wire. */
+		return node->mtu && p->v6 && node->mtu < PW_MTU_ANY_V6 ? PW_MTU_ANY_V6 : node->mtu;
+	}
+	v4 = pw_addr_is_v4(&node->addr);
+	if (node->mtu && v4 != p->v6)
+		return node->mtu + (v4 ? PW_ENCAP_LEN : PW_ENCAP6_LEN);
+	bpf_check_mtu(skb, node->ifindex, &mtu, 0, 0);
+	return mtu;
 }
 
 /* Are f's packets limited by the way that they go, or some of them? */
 static __always_inline int pw_is_limited(const struct __sk_buff *skb, const struct pw_pkt *p,
-					 const struct pw_flow *f)
+					 const struct pw_flow *f, const struct pw_node *node)
 {
-	return f->flags & (PW_F_CLAMP | PW_F_TUNNEL) || pw_may_exceed(skb, p, f);
+	return f->flags & (PW_F_CLAMP | PW_F_TUNNEL) || pw_may_exceed(skb, p, f, node);
 }
 
 /* The MTU of the way that it does not fit, else 0. */
 static __always_inline __u32 pw_exceeds(struct __sk_buff *skb, const struct pw_pkt *p,
 					const struct pw_flow *f)
 {
-	__u32 size = skb->gso_size ? skb->gso_size + p->headers : skb->len - ETH_HLEN, mtu = 0;
+	__u32 size = pw_size(skb, p), mtu = 0;
 
 	if (f->to.kind == PW_PLACE_NODE)
-		mtu = pw_tunnel_mtu(f);
-	else if (pw_may_exceed(skb, p, f))
+		mtu = pw_node_mtu(skb, p, f);
+	else if (pw_may_exceed(skb, p, f, NULL))
 		bpf_check_mtu(skb, f->to.id, &mtu, 0, 0); /* fills it in, whatever it says */
 	return mtu && size > mtu ? mtu : 0;
 }
@@ -126,8 +157,8 @@ static __always_inline __u32 pw_exceeds(struct __sk_buff *skb, const struct pw_p
  * What enters the tunnel from outside, or leaves by it for there, was made
  * for a way that may be wider: segments are limited by the MSS, and what is
  * too big all the same is answered with the tunnel's MTU. So is what a pod
- * sends to the wire by a device with a smaller MTU than its own. Few packets of
- * a known flow are concerned: the slow path does it.
+ * sends by a way that is narrower than its own device. Few packets of a known
+ * flow are concerned: the slow path does it.
  */
 __noinline int pw_over_limit(struct __sk_buff *skb, struct pw_pkt *p, const struct pw_flow *f)
 {
@@ -205,6 +236,7 @@ static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
 {
 	struct pw_scratch *s = pw_get_scratch();
 	struct pw_flow *at = NULL;
+	struct pw_node *node;
 	__u64 now = pw_now();
 
 	if (!s)
@@ -212,10 +244,12 @@ static __always_inline int pw_follow(struct __sk_buff *skb, struct pw_pkt *p)
 	if (p->kind != PW_KIND_ICMP_ERROR && !p->missed) {
 		if (pw_flow_load(&p->key, &s->known, &at) && pw_current(p, &s->known, now) &&
 		    !pw_flow_touch(p, &s->known, at, skb->len, now)) {
-			p->known = pw_is_limited(skb, p, &s->known) &&
-				   pw_over_limit(skb, p, &s->known);
+			node = pw_node_of(&s->known);
+			p->known = pw_expires(p, &s->known) ||
+				   (pw_is_limited(skb, p, &s->known, node) &&
+				    pw_over_limit(skb, p, &s->known));
 			if (!p->known)
-				return pw_act(skb, p, &s->known);
+				return pw_act(skb, p, &s->known, node);
 		}
 		p->missed = !at;
 	}

@@ -11,6 +11,7 @@
 #include "decide.h"
 #include "flow.h"
 #include "nat.h"
+#include "tunnel.h"
 
 /*
  * The embedded packet's tuple, turned round: the direction the error takes. The
@@ -89,6 +90,80 @@ __noinline int pw_error_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
 	if (p->from.kind == PW_PLACE_HOST)
 		return f->from.kind == PW_PLACE_HOST;
 	return f->flags & PW_F_XLATE || f->frame;
+}
+
+/* A router cannot have less (RFC 791; the kernel's limit), nor IPv6. */
+#define PW_OUTER_MIN_V4 552
+#define PW_OUTER_MIN_V6 1280
+
+/* The MTU that an error tells of; 0 = it is about something else. */
+static __always_inline __u32 pw_told_mtu(struct __sk_buff *skb, const struct pw_pkt *p)
+{
+	struct pw_icmphdr icmp;
+	__u32 word, mtu;
+
+	if (bpf_skb_load_bytes(skb, p->l4, &icmp, sizeof(icmp)) ||
+	    bpf_skb_load_bytes(skb, p->l4 + offsetof(struct pw_icmphdr, id), &word, sizeof(word)))
+		return 0;
+	if (p->v6) {
+		mtu = icmp.type == PW_ICMP6_TOO_BIG ? bpf_ntohl(word) : 0;
+		return mtu && mtu < PW_OUTER_MIN_V6 ? PW_OUTER_MIN_V6 : mtu;
+	}
+	if (icmp.type != PW_ICMP_UNREACHABLE || icmp.code != PW_ICMP_FRAG_NEEDED)
+		return 0;
+	mtu = bpf_ntohl(word) & 0xffff;
+	return mtu && mtu < PW_OUTER_MIN_V4 ? PW_OUTER_MIN_V4 : mtu;
+}
+
+/* Is what the error quotes at off, with tuple k, VXLAN of our network? */
+static __always_inline int pw_quotes_vxlan(struct __sk_buff *skb, const struct pw_pkt *p,
+					   const struct pw_flow_key *k, __u32 off)
+{
+	__be32 vxlan[2];
+	__u8 first;
+
+	if (k->proto != IPPROTO_UDP || k->sport != cfg_vxlan_port ||
+	    bpf_skb_load_bytes(skb, off, &first, sizeof(first)))
+		return 0;
+	off += (p->v6 ? sizeof(struct ipv6hdr) : (first & 0xf) * 4) + sizeof(struct udphdr);
+	return !bpf_skb_load_bytes(skb, off, vxlan, sizeof(vxlan)) &&
+	       vxlan[0] == bpf_htonl(PW_VXLAN_FLAGS) && vxlan[1] == bpf_htonl(cfg_vni << 8);
+}
+
+/*
+ * A router says that a packet of the tunnel itself is too big: from now on
+ * whoever sends more to that node is told so (see pw_over_limit). The quote
+ * must be of a packet that this node may have sent. The kernel hears it, too,
+ * for what its device sends; the agent raises the MTU again after a while.
+ */
+__noinline int pw_learn_mtu(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	__u32 *id, mtu, head, off;
+	struct pw_flow_key *k;
+	struct pw_node *node;
+
+	if (!p || !s)
+		return 0;
+	mtu = pw_told_mtu(skb, p);
+	off = p->l4 + sizeof(struct pw_icmphdr);
+	k = &s->embedded;
+	if (!mtu || pw_embedded(skb, off, ETH_HLEN + pw_packet_len(skb, p), p->v6, k) ||
+	    !pw_is_tunnel_end(&k->dst) || !pw_addr_eq(&k->dst, &p->key.dst))
+		return 0;
+	id = bpf_map_lookup_elem(&pw_node_ids, &k->src);
+	if (!id)
+		return 0;
+	node = bpf_map_lookup_elem(&pw_nodes, id);
+	if (!node || !(k->proto == IPPROTO_IPIP ? node->flags & PW_NODE_IPIP
+						: pw_quotes_vxlan(skb, p, k, off)))
+		return 0;
+	head = p->v6 ? PW_ENCAP6_LEN : PW_ENCAP_LEN;
+	if (!node->mtu || mtu - head >= node->mtu)
+		return 0;
+	node->mtu = mtu - head;
+	pw_count(PW_PMTU_LEARNED, p->hook, p->v6, skb->len);
+	return 0;
 }
 
 /* What a 16-bit field's change adds to a sum. */

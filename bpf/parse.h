@@ -54,6 +54,8 @@ enum pw_icmp_type {
 	PW_ICMP_ECHO = 8,
 	PW_ICMP_TIME_EXCEEDED = 11,
 	PW_ICMP_PARAMETER = 12,
+	PW_ICMP_FRAG_NEEDED = 4, /* code of UNREACHABLE */
+	PW_ICMP6_TOO_BIG = 2,
 	PW_ICMP6_INFO = 128, /* below: errors */
 	PW_ICMP6_ECHO = 128,
 	PW_ICMP6_ECHO_REPLY = 129,

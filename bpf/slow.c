@@ -143,7 +143,13 @@ static __always_inline int pw_follow_error(struct __sk_buff *skb, struct pw_pkt 
 		return pw_pass(skb, p);
 	if (err)
 		return pw_drop(skb, p, err);
-	return pw_act(skb, p, &s->fwd);
+	return pw_act(skb, p, &s->fwd, pw_node_of(&s->fwd));
+}
+
+/* Does it get a tunnel header, ours or the device's? */
+static __always_inline int pw_takes_tunnel(const struct pw_flow *f)
+{
+	return f->to.kind == PW_PLACE_NODE && (f->flags & PW_F_TUNNEL || !pw_node_direct(f->to.id));
 }
 
 /* Limits the packet, see pw_over_limit. Returns 0 or PW_DROP_TOO_BIG. */
@@ -174,6 +180,7 @@ SEC("tc")
 int slow(struct __sk_buff *skb)
 {
 	struct pw_scratch *s = pw_get_scratch();
+	struct pw_node *node;
 	struct pw_pkt p;
 	int err;
 
@@ -185,12 +192,16 @@ int slow(struct __sk_buff *skb)
 	err = pw_find_action(skb, &p, s);
 	if (err)
 		return pw_answer(skb, &p, err);
-	if (pw_is_limited(skb, &p, &s->fwd) && pw_limit(skb, &p, &s->fwd)) {
+	/* As a router: first the time, then the size. */
+	if (pw_expires(&p, &s->fwd))
+		return pw_tell_ttl(skb, &p);
+	node = pw_node_of(&s->fwd);
+	if (pw_is_limited(skb, &p, &s->fwd, node) && pw_limit(skb, &p, &s->fwd)) {
 		if (pw_tell_mtu(skb, &p))
 			return pw_send_back(skb, &p);
 		/* The tunnel's device fragments what may not be told so, no other. */
-		if (s->fwd.to.kind == PW_PLACE_WIRE)
+		if (!pw_takes_tunnel(&s->fwd))
 			return pw_drop(skb, &p, PW_DROP_TOO_BIG);
 	}
-	return pw_act_on(skb, &p, &s->fwd, p.kind == PW_KIND_LATER);
+	return pw_act_on(skb, &p, &s->fwd, node, p.kind == PW_KIND_LATER);
 }

@@ -4,11 +4,13 @@
 #define PW_TUNNEL_H
 
 #include "dsr.h"
+#include "ipip.h"
 #include "maps.h"
 #include "parse.h"
 #include "settings.h"
 
 #define PW_TUNNEL_TTL 64
+#define PW_VXLAN_FLAGS 0x08000000 /* a valid VNI and nothing else, RFC 7348 5 */
 
 /*
  * Inner source addresses between nodes; the last byte is enum pw_frame. The
@@ -27,6 +29,26 @@ static __always_inline __u16 pw_outer_sport(__u32 hash)
 	return 0xc000 | ((hash ^ (hash >> 16)) & 0x3fff);
 }
 
+/* The IP packet's length, or that of its segments. */
+static __always_inline __u32 pw_size(const struct __sk_buff *skb, const struct pw_pkt *p)
+{
+	return skb->gso_size ? skb->gso_size + p->headers : skb->len - ETH_HLEN;
+}
+
+/* Does the packet go there in IPv4, unless its flow needs the tunnel? */
+static __always_inline int pw_is_ipip(const struct pw_node *node, const struct pw_pkt *p)
+{
+	return node->flags & PW_NODE_IPIP && !p->v6 && p->kind == PW_KIND_FLOW;
+}
+
+/* What surely fits the way to a node, by the tunnel or not. */
+static __always_inline __u32 pw_node_room(const struct pw_node *node, const struct pw_pkt *p)
+{
+	if (node->flags & PW_NODE_DIRECT)
+		return node->mtu + PW_ENCAP_LEN;
+	return node->mtu + (pw_is_ipip(node, p) ? PW_ENCAP_LEN - PW_IPIP_LEN : 0);
+}
+
 /*
  * Does the packet (every segment of it) fit the way to the node under our
  * own header? What does not is left to the device, which fragments.
@@ -34,7 +56,7 @@ static __always_inline __u16 pw_outer_sport(__u32 hash)
 static __always_inline int pw_fits(const struct __sk_buff *skb, const struct pw_pkt *p,
 				   const struct pw_node *node)
 {
-	__u32 size = skb->gso_size ? skb->gso_size + p->headers : skb->len - ETH_HLEN;
+	__u32 size = pw_size(skb, p);
 
 	/* The outer lengths are 16 bits wide, segmented or not. */
 	return node->flags & PW_NODE_HEADER && size <= node->mtu &&
@@ -76,7 +98,6 @@ static __always_inline int pw_encap(struct __sk_buff *skb, const struct pw_pkt *
 
 		ip->tos = p->ecn;
 		ip->tot_len = bpf_htons(len);
-		/* May be fragmented on the way, like the device's packets. */
 		ip->id = bpf_get_prandom_u32();
 		sum = (__u64)node->header_sum + bpf_htons(p->ecn) + ip->tot_len + ip->id;
 		sum = (sum & 0xffff) + (sum >> 16);

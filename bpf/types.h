@@ -59,6 +59,8 @@ enum pw_reason {
 	PW_EVENT_LOST = 25, /* a drop of which nobody was told: too many, or nobody reads */
 	PW_FRAGMENT_REASSEMBLY = 26, /* of a datagram that the kernel puts in order first */
 	PW_FWD_IPIP = 27, /* to another node, in an IPv4 header put on by us */
+	PW_TTL_SENT = 28, /* a drop that was answered: time exceeded */
+	PW_PMTU_LEARNED = 29, /* a router says what the way to a node carries */
 
 	/* Drops. */
 	PW_DROP_MALFORMED = 32,      /* truncated or inconsistent headers */
@@ -483,8 +485,9 @@ enum pw_node_flags {
  * 0 only addr counts: this node's own tunnel address.
  *
  * header is what stands before the inner IP header on the wire: outer
- * Ethernet (addresses left to the neighbour table), IPv4, UDP, VXLAN, inner
- * Ethernet. Lengths, identification, checksums and the UDP source port are 0
+ * Ethernet (addresses left to the neighbour table), IPv4 (not to be fragmented:
+ * a router that cannot says so, see pw_learn_mtu), UDP, VXLAN, inner Ethernet.
+ * Lengths, identification, checksums and the UDP source port are 0
  * in it; header_sum is the ones' complement sum of its IPv4 header.
  */
 struct pw_node {
@@ -526,6 +529,7 @@ enum pw_frame {
 #define PW_HDR_LEN 64
 /* What a VXLAN header over IPv4 adds between Ethernet and the inner packet. */
 #define PW_ENCAP_LEN 50
+#define PW_ENCAP6_LEN 70 /* over IPv6 */
 
 /* ---- policy --------------------------------------------------------- */
 

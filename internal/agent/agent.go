@@ -88,6 +88,8 @@ type Agent struct {
 	ready  atomic.Pointer[[]string] // what readiness waits for
 	mtu    atomic.Int64
 	mtu6   atomic.Int64
+	// resized gets a value when the MTU of pods is another.
+	resized chan struct{}
 
 	// Of the loop alone.
 	dirty     dirty
@@ -121,6 +123,7 @@ type world struct {
 	outside  []node.Device
 	overlay  int
 	ways     map[netip.Addr]node.Way // to the other nodes' addresses
+	learned  map[netip.Addr]learned  // of these ways
 	leaving  leaving
 	mtu      tunnel.MTU
 	attached map[int]string
@@ -161,6 +164,7 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 		eps:      newEndpoints(),
 		queries:  make(chan func()),
 		rounds:   make(chan struct{}, 1),
+		resized:  make(chan struct{}, 1),
 		sliceOf:  make(map[string]types.NamespacedName),
 		retry:    make(map[types.NamespacedName]time.Time),
 		noTable:  make(map[types.NamespacedName]uint32),

@@ -129,6 +129,15 @@ func (e *endpoints) Down(ctx context.Context, ep endpoint.Endpoint) error {
 	}
 }
 
+// Changed implements [endpoint.Observer].
+func (e *endpoints) Changed(ep endpoint.Endpoint) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if st := e.m[ep.Key()]; st != nil {
+		st.ep = ep
+	}
+}
+
 // notRunning says what the loop waits for.
 func (e *endpoints) notRunning(pending string) {
 	e.mu.Lock()

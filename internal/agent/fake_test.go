@@ -99,6 +99,7 @@ type fakeStack struct {
 	routes   []node.Route
 	overlays []node.Overlay
 	world    uint64
+	ways     map[netip.Addr]node.Way // those that are not by the first device
 }
 
 func newFakeStack() *fakeStack {
@@ -132,7 +133,13 @@ func (s *fakeStack) SyncRoutes(want []node.Route, _ int) (int, error) {
 }
 
 func (s *fakeStack) Way(addr netip.Addr) (node.Way, bool, error) {
-	return node.Way{Device: 2, Nexthop: addr, MTU: 1500, Onlink: true}, true, nil
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	w := node.Way{Device: s.list[0].Index, Nexthop: addr, MTU: s.list[0].MTU, Link: s.list[0].MTU, Onlink: true}
+	if way, ok := s.ways[addr]; ok {
+		w = way
+	}
+	return w, true, nil
 }
 
 func (s *fakeStack) WorldRoutes() (uint64, error) {
@@ -146,6 +153,14 @@ func (s *fakeStack) SyncSysctls([]node.Device) error { return nil }
 func (s *fakeStack) add(d node.Device) {
 	s.mu.Lock()
 	s.list = append(s.list, d)
+	s.mu.Unlock()
+	s.events <- struct{}{}
+}
+
+// event tells that something has moved, as the kernel would.
+func (s *fakeStack) event(change func()) {
+	s.mu.Lock()
+	change()
 	s.mu.Unlock()
 	s.events <- struct{}{}
 }

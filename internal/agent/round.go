@@ -46,6 +46,7 @@ func (a *Agent) round(ctx context.Context) time.Time {
 		a.syncPeers(txn)
 		a.dirty.peers = false
 	}
+	a.tellMTU()
 	a.syncServices(txn)
 	if endpoints {
 		// Running flows follow before anybody is told. What fails here fails
@@ -144,26 +145,12 @@ func (a *Agent) syncStack(ctx context.Context) {
 	w.outside = node.Outside(devices, w.self.InternalIPs)
 	a.ipam.SetNodeAddrs(node.Addrs(devices))
 
-	overlay := node.Overlay{MAC: w.self.MAC}
-	var mtu tunnel.MTU
-	if w.self.Addr.IsValid() {
-		d, ok := node.Holding(devices, w.self.Addr)
-		if ok {
-			mtu, err = a.opt.Mode.MTU(d.MTU, w.self.Addr), nil
-		} else {
-			err = fmt.Errorf("no device of this node has its address %s: is it assigned, or does the Node object belong to another machine?", w.self.Addr)
-		}
+	if _, ok := node.Holding(devices, w.self.Addr); w.self.Addr.IsValid() && !ok {
+		err = fmt.Errorf("no device of this node has its address %s: is it assigned, or does the Node object belong to another machine?", w.self.Addr)
 	}
 	a.problem("node address", "Node "+a.opt.NodeName, err)
-	if a.opt.MTU != 0 {
-		mtu = a.opt.Mode.FixedMTU(a.opt.MTU, mtu)
-	}
-	overlay.MTU = mtu.Tunnel
-	if mtu.Pod != 0 {
-		w.mtu = mtu
-		a.mtu.Store(int64(mtu.Pod))
-		a.mtu6.Store(int64(mtu.Pod6))
-	}
+	a.readWays()
+	overlay := node.Overlay{MAC: w.self.MAC, MTU: a.syncMTU()}
 	index, created, err := a.stack.EnsureOverlay(overlay)
 	if err == nil && (index != w.overlay || created) {
 		err = a.dp.SetOverlay(ctx, index)
@@ -173,7 +160,6 @@ func (a *Agent) syncStack(ctx context.Context) {
 		w.overlay = index
 	}
 	a.problem("tunnel device", "", err)
-	a.readWays()
 	a.problem("sysctls", "", a.stack.SyncSysctls(w.outside))
 }
 

@@ -259,6 +259,7 @@ func (a *Agent) repair(ctx context.Context, m *endpoint.Manager) error {
 		case <-ctx.Done():
 			return nil
 		case <-t.C:
+		case <-a.resized:
 		}
 		repaired, err := m.Repair(ctx)
 		for _, what := range repaired {

@@ -16,6 +16,13 @@ import (
 // addresses too. Peers are dirty when an answer differs from the last.
 func (a *Agent) readWays() {
 	w := &a.world
+	overlay := 0
+	for _, d := range w.devices {
+		if d.Name == node.OverlayName {
+			overlay = d.Index
+		}
+	}
+	a.readLearned()
 	ways := make(map[netip.Addr]node.Way, len(w.nodes))
 	var errs []error
 	for _, n := range w.nodes {
@@ -31,7 +38,10 @@ func (a *Agent) readWays() {
 			if err != nil {
 				errs = append(errs, fmt.Errorf("Node %s: %w", n.Name, err))
 			}
-			if ok && way.Device != w.overlay {
+			if l, known := w.learned[addr]; known && addr == n.Addr {
+				way.MTU = min(way.MTU, l.mtu+way.MTU-tunnel.TunnelMTU(way.MTU, addr))
+			}
+			if ok && way.Device != overlay {
 				ways[addr] = way
 			}
 		}

@@ -47,6 +47,7 @@ func (m *Manager) Add(ctx context.Context, req Request) (Endpoint, error) {
 	if err != nil {
 		return Endpoint{}, m.undo(ctx, e, err)
 	}
+	ep = m.resizeNew(e, ep)
 	m.log.Info("endpoint added", "endpoint", ep.String(), "id", ep.ID, "addrs", ep.Addrs, "interface", ep.HostIfName)
 	return ep, nil
 }
@@ -116,11 +117,7 @@ func (m *Manager) register(req Request, hostIf string) (*entry, error) {
 		HostIfName: hostIf, MTU: m.cfg.MTU(),
 		PortMappings: sortedMappings(req.PortMappings),
 	}
-	if m.cfg.MTU6 != nil {
-		if n := m.cfg.MTU6(); n < ep.MTU {
-			ep.MTU6 = n
-		}
-	}
+	ep.MTU6 = m.mtu6(ep.MTU)
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.eps[ep.Key()] != nil {

@@ -1,6 +1,7 @@
 package endpoint_test
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -34,6 +35,7 @@ type bench struct {
 	ipam  *ipam.Allocator
 	fakes *endpointtest.Fakes
 	log   strings.Builder
+	mtu   int // that the agent says; 0 = the constant
 }
 
 func newBench(t *testing.T) *bench {
@@ -64,7 +66,7 @@ func (b *bench) open() {
 	}
 	b.Manager, err = endpoint.New(endpoint.Config{
 		StateDir: b.state, IPAM: b.ipam, Datapath: b.fakes, Regenerator: b.fakes,
-		MTU: func() int { return mtu }, Log: slog.New(slog.NewTextHandler(&b.log, nil)),
+		MTU: func() int { return cmp.Or(b.mtu, mtu) }, Log: slog.New(slog.NewTextHandler(&b.log, nil)),
 	})
 	if err != nil {
 		b.t.Fatal(err)

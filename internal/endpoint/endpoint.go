@@ -26,6 +26,12 @@ type Prober interface {
 	Attached(ctx context.Context, ifindex int) error
 }
 
+// Observer is a [Regenerator] that wants to know what of an endpoint changes
+// without a say in it: its MTU.
+type Observer interface {
+	Changed(ep Endpoint)
+}
+
 // Regenerator puts policy and addresses of an endpoint into the maps.
 type Regenerator interface {
 	// Up returns when the policy for ep is in force in the maps. The

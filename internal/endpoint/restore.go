@@ -249,6 +249,12 @@ func (m *Manager) mend(ctx context.Context, h *netlink.Handle, e *entry, restart
 		}
 		m.change(func() { e.up = true })
 	}
+	resized, err := m.resize(h, e, link)
+	mended = append(mended, resized...)
+	if err != nil {
+		return mended, fmt.Errorf("%s: %w", ep, err)
+	}
+	ep = m.endpointOf(e)
 	changed, err := setSysctls(ep.HostIfName, hostSysctls())
 	mended = append(mended, changed...)
 	if err != nil {

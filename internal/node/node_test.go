@@ -461,10 +461,10 @@ func TestWay(t *testing.T) {
 		return w, ok
 	}
 	index := eth0.Attrs().Index
-	if w, ok := way("172.31.0.3"); !ok || w != (Way{Device: index, Nexthop: netip.MustParseAddr("172.31.0.3"), MTU: 1500, Onlink: true}) {
+	if w, ok := way("172.31.0.3"); !ok || w != (Way{Device: index, Nexthop: netip.MustParseAddr("172.31.0.3"), MTU: 1500, Link: 1500, Onlink: true}) {
 		t.Errorf("neighbour: %+v %v", w, ok)
 	}
-	if w, ok := way("172.31.9.3"); !ok || w != (Way{Device: index, Nexthop: netip.MustParseAddr("172.31.0.1"), MTU: 1400}) {
+	if w, ok := way("172.31.9.3"); !ok || w != (Way{Device: index, Nexthop: netip.MustParseAddr("172.31.0.1"), MTU: 1400, Link: 1500}) {
 		t.Errorf("behind a router: %+v %v", w, ok)
 	}
 	for _, none := range []string{"172.31.0.2", "192.0.2.1"} {

@@ -12,7 +12,8 @@ import (
 type Way struct {
 	Device  int        // index
 	Nexthop netip.Addr // the address itself when it is on the link
-	MTU     int        // of the device
+	MTU     int        // of the device or, if that is less, of the route, set or learned
+	Link    int        // MTU of the device alone
 	Onlink  bool       // no router between
 }
 
@@ -34,11 +35,11 @@ func (m *Manager) Way(addr netip.Addr) (w Way, ok bool, err error) {
 	if err != nil {
 		return Way{}, false, fmt.Errorf("route to %s: look up device %d: %w", addr, r.LinkIndex, err)
 	}
-	w = Way{Device: r.LinkIndex, Nexthop: addr, MTU: link.Attrs().MTU, Onlink: true}
+	mtu := link.Attrs().MTU
+	w = Way{Device: r.LinkIndex, Nexthop: addr, MTU: mtu, Link: mtu, Onlink: true}
 	if gw, valid := netip.AddrFromSlice(r.Gw); valid && !gw.IsUnspecified() {
 		w.Nexthop, w.Onlink = gw.Unmap(), false
 	}
-	// A route may carry an MTU of its own, learned or set.
 	if r.MTU > 0 && r.MTU < w.MTU {
 		w.MTU = r.MTU
 	}

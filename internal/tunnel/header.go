@@ -50,6 +50,7 @@ func Header(in HeaderInput) (h [HeaderLen]byte, sum uint16, err error) {
 	binary.BigEndian.PutUint16(h[12:], 0x0800)
 	ip := h[headerIP:headerUDP]
 	ip[0] = 0x45
+	ip[6] = 0x40 // don't fragment: routers say what is too big, see bpf/icmp.h
 	ip[8] = outerTTL
 	ip[9] = 17
 	local, peer := in.Local.As4(), in.Peer.As4()

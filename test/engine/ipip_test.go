@@ -122,19 +122,9 @@ func (w *world) ipipWays(ctx context.Context, t *testing.T, f family) {
 	transfer(ctx, t, w.client.Netns, l, port(vip, 80), 1<<18, nil)
 	transfer(ctx, t, w.a.Netns, l, port(f.of(w.remote), serverPort), 1<<18, nil)
 	transfer(ctx, t, w.a.Netns, l, port(vip, 80), 1<<18, nil)
-	host := listen(t, w.b.Netns, port(nodeAddr(w.b, f), 8091), nil)
-	transfer(ctx, t, w.client.Netns, host, port(nodeAddr(w.b, f), 8091), 1<<18, nil)
+	host := listen(t, w.b.Netns, port(nodeAddr(f, w.b), 8091), nil)
+	transfer(ctx, t, w.client.Netns, host, port(nodeAddr(f, w.b), 8091), 1<<18, nil)
 	datagrams(t, udp(t, w.a.Netns, "", port(f.of(w.remote), 8090), nil), 3, 1400)
-}
-
-// nodeAddr is a node's own address.
-func nodeAddr(n *cluster.Node, f family) netip.Addr {
-	for _, p := range n.Config.Addrs {
-		if p.Addr().Is4() == (f.name == "ipv4") {
-			return p.Addr()
-		}
-	}
-	return netip.Addr{}
 }
 
 // ipipSegments: one write of many datagrams (UDP_SEGMENT).

@@ -46,7 +46,7 @@ func testMachine(t *testing.T, series string) {
 		"-M", "q35", "-cpu", "max", "-accel", "tcg", "-m", "512", "-smp", "1",
 		"-nographic", "-no-reboot", "-nodefaults", "-serial", "stdio",
 		"-kernel", images[0], "-initrd", initramfs,
-		"-append", "console=ttyS0 quiet panic=-1 reboot=t mitigations=off nokaslr -- -kernel "+series+" -bpffs /sys/fs/bpf -cgroup /sys/fs/cgroup/podweir")))
+		"-append", "console=ttyS0 quiet panic=-1 reboot=t mitigations=off nokaslr no_timer_check -- -kernel "+series+" -bpffs /sys/fs/bpf -cgroup /sys/fs/cgroup/podweir")))
 }
 
 // TestHost runs the same checks on the kernel that the tests run on.

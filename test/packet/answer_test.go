@@ -3,6 +3,7 @@ package packet
 import (
 	"encoding/binary"
 	"fmt"
+	"net/netip"
 	"slices"
 	"testing"
 
@@ -12,7 +13,14 @@ import (
 	"github.com/podweir/podweir/internal/maps"
 )
 
-const refused = bpf.DpPwReasonPW_REFUSED
+const (
+	refused = bpf.DpPwReasonPW_REFUSED
+	ttlSent = bpf.DpPwReasonPW_TTL_SENT
+	ttlDrop = bpf.DpPwReasonPW_DROP_TTL
+)
+
+// told: the packet became an answer that [result.unanswered] looks at.
+func (r *result) told() bool { return r.counts[refused]+r.counts[ttlSent] != 0 }
 
 // refusal is what a closed port answers to a frame, written from the RFCs and
 // apart from the datapath; nil if it must not be answered.
@@ -60,6 +68,13 @@ func reset(in []byte, d decoded) []byte {
 // aboutPacket is an ICMP error: type and code by family, the second word.
 func aboutPacket(in []byte, v4, v6 [2]byte, word uint32) []byte {
 	d, _ := decode(in)
+	return aboutPacketBy(d.dst, in, v4, v6, word)
+}
+
+// aboutPacketBy is the same as said by a router.
+func aboutPacketBy(router netip.Addr, in []byte, v4, v6 [2]byte, word uint32) []byte {
+	d, _ := decode(in)
+	d.dst = router
 	kind, proto, most := v4, uint8(protoICMP), 576-20-8
 	if d.v6 {
 		kind, proto, most = v6, protoICMP6, 1280-40-8
@@ -86,6 +101,9 @@ func turned(in []byte, d decoded, proto uint8, upper []byte) []byte {
 // answer is what must go back for this packet, nil if nothing.
 func (r *result) answer() []byte {
 	why, _ := r.ends()
+	if why == ttlDrop {
+		return r.timeExceeded()
+	}
 	if why != noBackend && why != noServicePort {
 		return nil
 	}
@@ -101,14 +119,35 @@ func (r *result) answer() []byte {
 	return refusal(r.shot.pkt)
 }
 
+// timeExceeded is a router's word to the sender of a packet whose time has
+// ended at it, under the node's name; nil for errors, which get none.
+func (r *result) timeExceeded() []byte {
+	d, ok := decode(r.shot.pkt)
+	if !ok || egress(r.shot.hook) {
+		return nil
+	}
+	if kind := d.upper[0]; d.proto == protoICMP && kind != 0 && kind != 8 && kind < 13 || d.proto == protoICMP6 && (kind < 128 || kind == 137) {
+		return nil
+	}
+	router := families()[0].nodeA
+	if d.v6 {
+		router = families()[1].nodeA
+	}
+	want := aboutPacketBy(router, r.shot.pkt, [2]byte{11, 0}, [2]byte{3, 0}, 0)
+	if r.shot.hook == fromOverlay && len(r.out) > 12 {
+		copy(want, r.out[:12]) // the peer's, see TestTTL
+	}
+	return want
+}
+
 // unanswered checks that there is an answer where one is due and nowhere
 // else, and every byte of it.
 func (r *result) unanswered() string {
 	want := r.answer()
 	switch {
-	case want == nil && r.counts[refused] != 0:
+	case want == nil && r.told():
 		return "answered what must not be"
-	case want != nil && r.counts[refused] != 1:
+	case want != nil && r.counts[refused]+r.counts[ttlSent] != 1:
 		return "not answered"
 	case want != nil && !slices.Equal(r.out, want):
 		return fmt.Sprintf("the answer is not\n     %x:", want)

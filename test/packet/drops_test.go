@@ -191,7 +191,7 @@ func TestDrops(t *testing.T) {
 				w := newWorld(t, w.f)
 				r := c.fire(w).ended(c.why)
 				// Some are answered: run has checked what with.
-				if r.counts[c.why] != 1 || r.action != actDrop && r.counts[refused] == 0 {
+				if r.counts[c.why] != 1 || r.action != actDrop && !r.told() {
 					t.Fatalf("action %d, %v", int32(r.action), r)
 				}
 				if r.v6 != w.f.v6 && c.why != bpf.DpPwReasonPW_DROP_UNKNOWN_L3 {

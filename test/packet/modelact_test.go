@@ -23,7 +23,10 @@ func (m *model) deliver(f *mflow, dir int, p packet, o outcome) outcome {
 	}
 	ingress := p.hook != toPod && p.hook != toOverlay
 	if ingress && o.to.kind != bpf.DpPwPlaceKindPW_PLACE_HOST && p.ttl <= 1 {
-		o.end = bpf.DpPwReasonPW_DROP_TTL
+		o.end = ttlDrop
+		if p.quote == nil {
+			o.engine[ttlSent]++
+		}
 		return o
 	}
 	switch o.to.kind {

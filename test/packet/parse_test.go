@@ -10,6 +10,7 @@ import (
 
 	"github.com/podweir/podweir/internal/bpf"
 	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/internal/tunnel"
 )
 
 const (
@@ -401,7 +402,13 @@ func TestTTL(t *testing.T) {
 					routed := r.shot.hook != toPod && r.shot.hook != toOverlay && rd.out != fwdHost
 					switch {
 					case routed && ttl == 1:
-						r.ended(bpf.DpPwReasonPW_DROP_TTL)
+						r.ended(ttlDrop)
+						if r.counts[ttlSent] != 1 {
+							t.Fatalf("its sender is not told: %v", r)
+						}
+						if src, dst := [6]byte(r.out[6:12]), [6]byte(r.out[:6]); r.shot.hook == fromOverlay && (dst != mac(0xb) || src != tunnel.SourceMAC) {
+							t.Fatalf("back to MAC %x from %x", dst, src)
+						}
 					case routed:
 						if r.ended(rd.out); r.ttl() != ttl-1 {
 							t.Fatalf("left with %d", r.ttl())

@@ -161,7 +161,7 @@ func TestTooBigForTheUplink(t *testing.T) {
 		answered := func(engine ...reason) {
 			t.Helper()
 			r := w.fire(w.at(fromPod, over))
-			if want := aboutPacket(r.shot.pkt, [2]byte{3, 4}, [2]byte{2, 0}, mtu); r.action != actRedirect || !slices.Equal(r.out, want) {
+			if want := aboutPacketBy(w.f.nodeA, r.shot.pkt, [2]byte{3, 4}, [2]byte{2, 0}, mtu); r.action != actRedirect || !slices.Equal(r.out, want) {
 				t.Fatalf("action %d\n got  %x\n want %x", r.action, r.out, want)
 			}
 			r.is(tooBig, append(engine, told)...)
