@@ -34,6 +34,7 @@ type bench struct {
 	ipam  *ipam.Allocator
 	fakes *endpointtest.Fakes
 	log   strings.Builder
+	mtu6  int // that the agent says of IPv6; 0 = that of the interface
 }
 
 func newBench(t *testing.T) *bench {
@@ -64,7 +65,8 @@ func (b *bench) open() {
 	}
 	b.Manager, err = endpoint.New(endpoint.Config{
 		StateDir: b.state, IPAM: b.ipam, Datapath: b.fakes, Regenerator: b.fakes,
-		MTU: func() int { return mtu }, Log: slog.New(slog.NewTextHandler(&b.log, nil)),
+		MTU6: func() int { return b.mtu6 },
+		MTU:  func() int { return mtu }, Log: slog.New(slog.NewTextHandler(&b.log, nil)),
 	})
 	if err != nil {
 		b.t.Fatal(err)
