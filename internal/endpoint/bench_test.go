@@ -36,6 +36,7 @@ type bench struct {
 	fakes *endpointtest.Fakes
 	log   strings.Builder
 	mtu   int // that the agent says; 0 = the constant
+	mtu6  int // of IPv6; 0 = that of the interface
 }
 
 func newBench(t *testing.T) *bench {
@@ -66,7 +67,8 @@ func (b *bench) open() {
 	}
 	b.Manager, err = endpoint.New(endpoint.Config{
 		StateDir: b.state, IPAM: b.ipam, Datapath: b.fakes, Regenerator: b.fakes,
-		MTU: func() int { return cmp.Or(b.mtu, mtu) }, Log: slog.New(slog.NewTextHandler(&b.log, nil)),
+		MTU:  func() int { return cmp.Or(b.mtu, mtu) },
+		MTU6: func() int { return b.mtu6 }, Log: slog.New(slog.NewTextHandler(&b.log, nil)),
 	})
 	if err != nil {
 		b.t.Fatal(err)
