@@ -120,6 +120,11 @@ func TestICMPErrorWithABadQuote(t *testing.T) {
 				run(whole[:n]).is(fwdLocal)
 			}
 		}
+		// What a short frame is padded with is no part of it.
+		padded := icmpError(t, f.remote, f.client, whole)
+		setLength(padded, len(padded)-14-len(whole)+ports-2)
+		mend(padded)
+		w.run(w.tunnelShot(f.nodeB, padded)).is(malformed)
 		other := append([]byte(nil), whole...)
 		other[14] ^= 0x20
 		run(other).is(malformed)

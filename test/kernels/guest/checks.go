@@ -69,7 +69,8 @@ func loadParts() error {
 // converse is a bit of everything between a pod and an address.
 func (s *space) converse(to netip.Addr, port uint16) error {
 	at := netip.AddrPortFrom(to, port)
-	return errors.Join(s.tcpEcho(at, 300), s.udpEcho(at, 5, 1000))
+	// The last ones in fragments.
+	return errors.Join(s.tcpEcho(at, 300), s.udpEcho(at, 5, 1000), s.udpEcho(at, 2, 5000))
 }
 
 // Of five datagrams each way, one after the other, the first request is

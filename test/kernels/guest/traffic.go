@@ -54,7 +54,7 @@ func echoServer(ctx context.Context) error {
 		}
 	}()
 	go func() {
-		buf := make([]byte, 2048)
+		buf := make([]byte, 8192)
 		for {
 			n, from, err := u.ReadFrom(buf)
 			if err != nil {
