@@ -105,6 +105,7 @@ static __always_inline int pw_place(struct __sk_buff *skb, const struct pw_place
 	if (dst->ifindex) {
 		fwd->to.kind = PW_PLACE_POD;
 		fwd->to.id = dst->ifindex;
+		fwd->to.flags = dst->place_flags;
 		__builtin_memcpy(fwd->mac, dst->mac, 6);
 		return 0;
 	}
@@ -254,7 +255,9 @@ static __always_inline int pw_mirror(struct __sk_buff *skb, const struct pw_pkt 
 	s->rev.dport = p->key.sport;
 	s->rev.flags |= PW_F_REPLY;
 	s->rev.from = s->fwd.to;
+	s->rev.from.flags = 0;
 	s->rev.to = p->from;
+	s->rev.to.flags = s->src.place_flags;
 	s->rev.twin_via = p->key.via;
 	/* Answers to an entry node go back by the tunnel that brought it. */
 	s->rev.flags &= ~PW_F_TUNNEL;
@@ -423,6 +426,7 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 			return -1;
 		}
 	}
+	s->fwd.to.flags = 0;
 	err = pw_place(skb, &s->fwd.from, &src, &s->dst, &s->fwd);
 	if (!err)
 		err = pw_judge(&s->fwd.from, &src, p->key.proto, &s->src, &s->dst, &s->fwd);
@@ -435,6 +439,8 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 	orig->rule = reply->rule = s->fwd.rule;
 	if (!err) {
 		orig->to = reply->from = s->fwd.to;
+		reply->from.flags = 0;
+		s->rev.to.flags = s->src.place_flags;
 		orig->nexthop = s->fwd.nexthop;
 		reply->to = s->rev.to;
 		reply->nexthop = s->rev.nexthop;

@@ -45,6 +45,7 @@ type Stack interface {
 	SyncSysctls(outside []node.Device) error
 	Way(addr netip.Addr) (w node.Way, ok bool, err error)
 	WorldRoutes() (uint64, error)
+	Qdiscs() (map[int]node.Qdisc, error)
 }
 
 // Options are the settings of the loop.
@@ -120,7 +121,8 @@ type world struct {
 	overlay  int
 	ways     map[netip.Addr]node.Way // to the other nodes' addresses
 	leaving  leaving
-	mtu      int // of the overlay device and of pods
+	qdiscs   map[int]node.Qdisc // of pods' devices
+	mtu      int                // of the overlay device and of pods
 	attached map[int]string
 	cidrs    []netip.Prefix
 	in       peerInput

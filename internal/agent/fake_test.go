@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	gomaps "maps"
 	"net/netip"
 	"slices"
 	"sync"
@@ -99,6 +100,7 @@ type fakeStack struct {
 	routes   []node.Route
 	overlays []node.Overlay
 	world    uint64
+	qdiscs   map[int]node.Qdisc
 }
 
 func newFakeStack() *fakeStack {
@@ -139,6 +141,12 @@ func (s *fakeStack) WorldRoutes() (uint64, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.world, nil
+}
+
+func (s *fakeStack) Qdiscs() (map[int]node.Qdisc, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return gomaps.Clone(s.qdiscs), nil
 }
 
 func (s *fakeStack) SyncSysctls([]node.Device) error { return nil }

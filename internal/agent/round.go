@@ -177,6 +177,7 @@ func (a *Agent) syncStack(ctx context.Context) {
 	}
 	a.problem("tunnel device", "", err)
 	a.readWays()
+	a.readQdiscs()
 	a.problem("sysctls", "", a.stack.SyncSysctls(w.outside))
 }
 
@@ -205,7 +206,7 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 	a.dirty.routes = a.dirty.routes || t.Delta.Routes
 	w.in = peerInput{
 		self: a.opt.NodeName, selfAddr: w.self.Addr, vni: a.opt.VNI, mode: a.opt.Mode, ways: w.ways,
-		nodes: w.nodes, tunnel: t, policy: p, endpoints: w.local.byAddr, deltas: true,
+		nodes: w.nodes, tunnel: t, policy: p, endpoints: w.local.byAddr, qdiscs: w.qdiscs, deltas: true,
 	}
 	err := a.peers.apply(w.in)
 	a.problems["tunnel"] = problems("", t.Errs...)
@@ -214,6 +215,7 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 		a.problems["policy"] = append(a.problems["policy"], table.Problem{Object: pr.Object, Err: pr.Field + ": " + pr.Err})
 	}
 	a.problems["endpoints"] = problems("", w.local.errs...)
+	a.tellBypassed()
 	a.problem("addresses and policy", "", err)
 	a.compileHostPorts()
 }

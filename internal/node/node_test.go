@@ -430,6 +430,11 @@ func TestWatch(t *testing.T) {
 			t.Fatal(err)
 		}
 	})
+	expect("a qdisc", func() {
+		if err := m.nl.QdiscAdd(tbf(t, m, "peer0")); err != nil {
+			t.Fatal(err)
+		}
+	})
 	expect("a sysctl", func() {
 		old, err := m.readSysctl("net/ipv4/ip_forward")
 		if err != nil {
