@@ -63,6 +63,7 @@ func (a *Agent) Status(ctx context.Context) (api.Status, error) {
 			})
 		}
 		s.MTU = w.mtu
+		s.RoutingMode = string(a.opt.Mode)
 		s.Tunnel = api.Tunnel{
 			Device: node.OverlayName, VNI: a.opt.VNI, Port: node.OverlayPort,
 			Addr: w.self.Addr, MAC: w.self.MAC.String(), MTU: w.mtu,

@@ -39,6 +39,8 @@ type Status struct {
 	// Nodes are the nodes known, this one included, with their ids.
 	Nodes   []Node   `json:"nodes"`
 	Devices []Device `json:"devices"`
+	// RoutingMode is how packets travel between nodes.
+	RoutingMode string `json:"routingMode"`
 	// MTU is that of pods.
 	MTU    int    `json:"mtu"`
 	Tunnel Tunnel `json:"tunnel"`

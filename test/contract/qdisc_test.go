@@ -200,6 +200,15 @@ func TestN22IngressFilters(t *testing.T) {
 	}
 	tc(t, ctx, w.a.Netns, "filter add dev %s parent ffff: protocol all u32 match u32 0 0 action mirred egress redirect dev pwifb0", dev)
 	reported(true)
+	finds := 0
+	for _, f := range examine(t, ctx, w.a) {
+		if f.Check == "qdiscs" && strings.Contains(f.Object, dev) {
+			finds++
+		}
+	}
+	if finds != 1 {
+		t.Errorf("podweir doctor says it %d times", finds)
+	}
 	for _, v6 := range []bool{false, true} {
 		send(t, ctx, p.Netns, "tcp", at(ip(w.remote, v6), cluster.ServerPort).String())
 		// What the stack takes does pass there.
