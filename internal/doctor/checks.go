@@ -100,11 +100,28 @@ func checkSysctls(_ context.Context, f Facts) (out []Finding) {
 	if err != nil {
 		return append(out, Finding{State: Warn, Text: err.Error()})
 	}
+	routed := func(name string) {
+		for _, family := range []string{"ipv4", "ipv6"} {
+			want("net/"+family+"/conf/"+name+"/forwarding", "1", "what comes by that device is routed")
+		}
+	}
+	if f.Status != nil {
+		for _, d := range f.Status.Devices {
+			if d.Role == "netdev" && d.Name != node.Loopback {
+				routed(d.Name)
+			}
+		}
+	}
+	if have, err := f.Host.Sysctl("net/ipv4/conf/all/proxy_arp"); err == nil && have == "1" {
+		out = append(out, Finding{State: Warn, Object: "net.ipv4.conf.all.proxy_arp",
+			Text: "is 1, which the kernel takes together with each device's own: it answers on every device for what it has another route to"})
+	}
 	for name := range devices {
 		pod := node.IsHostVeth(name)
 		if !pod && name != node.OverlayName {
 			continue
 		}
+		routed(name)
 		conf := "net/ipv4/conf/" + name
 		// The kernel takes the larger of all's and the device's.
 		want(conf+"/rp_filter", "2", "the kernel would drop what it would not send back by that device")
@@ -112,7 +129,6 @@ func checkSysctls(_ context.Context, f Facts) (out []Finding) {
 		if !pod {
 			continue
 		}
-		want(conf+"/forwarding", "1", "the pod's packets are routed")
 		want(conf+"/proxy_arp", "0", "the kernel would answer for other addresses")
 		want("net/ipv6/conf/"+name+"/disable_ipv6", "0", "the pod would have no IPv6")
 	}

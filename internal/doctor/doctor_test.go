@@ -33,7 +33,8 @@ func newHost() *fakeHost {
 			1: {"to_lo"}, 2: {"from_netdev", "to_netdev"}, 3: {"from_overlay", "to_overlay"}, 9: {"from_pod", "to_pod"},
 		},
 		sysctls: map[string]string{
-			"net/ipv4/ip_forward": "1", "net/ipv6/conf/all/forwarding": "1", "net/ipv4/conf/all/send_redirects": "0",
+			"net/ipv4/conf/eth0/forwarding": "1",
+			"net/ipv4/ip_forward":           "1", "net/ipv6/conf/all/forwarding": "1", "net/ipv4/conf/all/send_redirects": "0",
 			"net/ipv4/conf/" + veth + "/forwarding": "1", "net/ipv4/conf/" + veth + "/proxy_arp": "0",
 			"net/ipv6/conf/" + veth + "/disable_ipv6": "0",
 		},
@@ -102,6 +103,8 @@ func TestChecks(t *testing.T) {
 		}, []string{"fail agent", "fail programs|index 2|to_netdev", "warn mtu", "warn firewall", "warn qdiscs"}},
 		{"forwarding", func(h *fakeHost, _ *Facts) { h.sysctls["net/ipv4/ip_forward"] = "0" }, []string{"fail sysctls|net.ipv4.ip_forward|is 0 and must be 1"}},
 		{"rp_filter", func(h *fakeHost, _ *Facts) { h.sysctls["net/ipv4/conf/"+veth+"/rp_filter"] = "1" }, []string{"fail sysctls|" + veth + ".rp_filter|must be 2"}},
+		{"a device's forwarding", func(h *fakeHost, _ *Facts) { h.sysctls["net/ipv4/conf/eth0/forwarding"] = "0" }, []string{"fail sysctls|net.ipv4.conf.eth0.forwarding"}},
+		{"proxy_arp of all", func(h *fakeHost, _ *Facts) { h.sysctls["net/ipv4/conf/all/proxy_arp"] = "1" }, []string{"warn sysctls|all.proxy_arp"}},
 		{"no IPv6 in the kernel", func(h *fakeHost, _ *Facts) { delete(h.sysctls, "net/ipv6/conf/all/forwarding") }, nil},
 		{"a small device", func(h *fakeHost, _ *Facts) { h.mtus["eth0"] = 1400 }, []string{"fail mtu|Device eth0|1350"}},
 		{"a small device, no tunnel", func(h *fakeHost, f *Facts) { h.mtus["eth0"], f.Status.RoutingMode = 1400, "direct" }, nil},

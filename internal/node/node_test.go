@@ -362,6 +362,10 @@ func TestSysctls(t *testing.T) {
 		"net/ipv4/conf/" + OverlayName + "/rp_filter":      "2",
 		"net/ipv4/conf/" + OverlayName + "/send_redirects": "0",
 		"net/ipv4/conf/all/send_redirects":                 "0",
+		"net/ipv4/conf/eth0/forwarding":                    "1",
+		"net/ipv6/conf/eth0/forwarding":                    "1",
+		"net/ipv4/conf/" + OverlayName + "/forwarding":     "1",
+		"net/ipv6/conf/" + OverlayName + "/forwarding":     "1",
 	}
 	for name, v := range want {
 		if got := read(name); got != v {
@@ -369,6 +373,15 @@ func TestSysctls(t *testing.T) {
 		}
 	}
 	// Reset by another program, found again; the first old value is kept.
+	if err := errors.Join(m.writeSysctl("net/ipv4/conf/eth0/forwarding", "0"), m.writeSysctl("net/ipv6/conf/eth0/forwarding", "0"),
+		m.SyncSysctls(outside)); err != nil {
+		t.Fatal(err)
+	}
+	for _, family := range []string{"ipv4", "ipv6"} {
+		if got := read("net/" + family + "/conf/eth0/forwarding"); got != "1" {
+			t.Errorf("%s forwarding of eth0 alone is %s after a reset", family, got)
+		}
+	}
 	if err := errors.Join(m.writeSysctl("net/ipv4/ip_forward", "0"),
 		m.writeSysctl("net/ipv4/conf/"+OverlayName+"/rp_filter", "1"), m.SyncSysctls(outside)); err != nil {
 		t.Fatal(err)
