@@ -487,10 +487,11 @@ func (a *Agent) publish() {
 	if _, ok := w.attached[w.overlay]; !ok || w.overlay == 0 {
 		waits = append(waits, "programs are not attached to "+node.OverlayName)
 	}
-	if len(w.outside) == 0 {
+	uplinks := node.Uplinks(w.outside)
+	if len(uplinks) == 0 {
 		waits = append(waits, "no device holds an address of this node or a default route")
 	}
-	for _, d := range w.outside {
+	for _, d := range uplinks {
 		if _, ok := w.attached[d.Index]; !ok {
 			waits = append(waits, "programs are not attached to "+d.Name)
 		}

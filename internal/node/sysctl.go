@@ -130,7 +130,7 @@ func (m *Manager) nodeSysctl(name, value string) (changed bool, err error) {
 // SyncSysctls sets what forwarding needs:
 //
 //   - net.ipv4.ip_forward and net.ipv6.conf.all.forwarding 1;
-//   - accept_ra 2 on the outside devices that take router advertisements (1),
+//   - accept_ra 2 on the uplinks that take router advertisements (1),
 //     before forwarding would make them stop;
 //   - forwarding 1 of the outside devices and ours, both families: a look-up in
 //     the routing table on behalf of a packet heeds that of the device it came
@@ -146,7 +146,7 @@ func (m *Manager) SyncSysctls(outside []Device) error {
 		_, err := m.nodeSysctl(name, value)
 		errs = append(errs, err)
 	}
-	for _, d := range outside {
+	for _, d := range Uplinks(outside) {
 		name := "net/ipv6/conf/" + d.Name + "/accept_ra"
 		if have, err := m.readSysctl(name); err == nil && have == "1" {
 			set(name, "2")
