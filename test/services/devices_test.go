@@ -3,6 +3,7 @@ package services
 import (
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/podweir/podweir/test/cluster"
@@ -126,4 +127,89 @@ func TestSeveralDevices(t *testing.T) {
 			rule("del", called)
 		})
 	}
+}
+
+// The uplink is removed and made anew under its name, with another index:
+// running flows go on, and the first packet of a new one arrives
+// (N19), from pods, from the host and from outside, in every routing mode.
+func TestUplinkMadeAnew(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []string{"vxlan", "direct"} {
+		t.Run(mode, func(t *testing.T) {
+			w := own(t, "--routing-mode", mode)
+			a := w.Nodes[0]
+			s := service{name: "anew", n: 254, ends: "back-b"}
+			local := service{name: "anew-a", n: 255, ends: "back-a"}
+			w.put(s)
+			w.put(local)
+			var flows []flow
+			var by []string
+			for _, v6 := range []bool{false, true} {
+				for _, f := range []struct {
+					from, by string
+					to       netip.AddrPort
+				}{
+					{"pod-a", "ext", netip.AddrPortFrom(w.addr("ext", v6), cluster.ServerPort)},
+					{"pod-a", "back-b", s.frontend(w, "cluster", v6)},
+					{"pod-b", "back-a", local.frontend(w, "cluster", v6)},
+					{"out", "back-b", s.frontend(w, "node@node-a", v6)},
+					{"out", "back-a", local.frontend(w, "node@node-a", v6)},
+				} {
+					flows = append(flows, w.flow(f.from, f.to))
+					by = append(by, f.by)
+				}
+			}
+			before := w.index(a, "eth0")
+			w.remakeUplink(a)
+			if w.index(a, "eth0") == before {
+				t.Fatal("eth0 is the same")
+			}
+			for i := range flows {
+				w.answeredBy(flows[i:i+1], by[i])
+			}
+			w.end(flows)
+			// With nothing sent twice: UDP that is lost stays so.
+			w.runTable([]row{
+				{from: "pod-a pod-b node-a node-b", addr: "back-a", port: cluster.ServerPort, by: "back-a", sees: "caller"},
+				{from: "pod-a pod-b node-a node-b", addr: "back-b", port: cluster.ServerPort, by: "back-b", sees: "caller"},
+				{from: "pod-a", addr: "ext", port: cluster.ServerPort, by: "ext", sees: "node"},
+				{from: "out", svc: "web", to: "node@node-a node@node-b", by: "back-a back-b"},
+			})
+		})
+	}
+}
+
+func (w *world) index(n *cluster.Node, dev string) string {
+	w.Helper()
+	out, err := n.Exec(w.ctx, "ip", "-o", "link", "show", dev)
+	w.must(err)
+	index, _, _ := strings.Cut(out, ":")
+	return index
+}
+
+// remakeUplink replaces a node's eth0 by another of the same name and MAC, as
+// that of a card that was reset, with its addresses and routes. (A new MAC
+// would have to be learned by the others' kernels first, which takes long.)
+func (w *world) remakeUplink(n *cluster.Node) {
+	w.Helper()
+	out, err := n.Exec(w.ctx, "ip", "-o", "link", "show", "eth0")
+	w.must(err)
+	_, mac, _ := strings.Cut(out, "link/ether ")
+	w.on(n.Netns, "ip link del eth0")
+	w.on(w.Switch, "ip link add %s type veth peer name eth0 netns %s", n.NodeName, n.Name)
+	w.on(w.Switch, "ip link set %s master br0 up", n.NodeName)
+	w.on(w.Switch, "bridge link set dev %s learning off flood on", n.NodeName)
+	w.on(n.Netns, "ip link set eth0 address %s up", strings.Fields(mac)[0])
+	for i, p := range n.Config.Addrs {
+		suffix := ""
+		if p.Addr().Is6() {
+			suffix = " nodad"
+			if i >= 2 {
+				suffix += " preferred_lft 0"
+			}
+		}
+		w.on(n.Netns, "ip addr add %v dev eth0%s", p, suffix)
+	}
+	w.on(n.Netns, "ip route add default via %v", w.addr("ext", false))
+	w.on(n.Netns, "ip route add default via %v", w.addr("ext", true))
 }
