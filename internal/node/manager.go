@@ -81,7 +81,8 @@ type Device struct {
 	// by this device: the first that is global, no secondary one and not
 	// deprecated.
 	Source4, Source6 netip.Addr
-	// Default: a default route leaves by it, of any table.
+	// Default: a default route leaves by it, of the main table or, with
+	// Ethernet headers, any other.
 	Default bool
 	// Routed: some route leaves by it that pods' packets could take. Of
 	// devices with Ethernet headers alone, which the programs expect.
@@ -146,7 +147,7 @@ func (m *Manager) Devices() ([]Device, error) {
 			}
 			for _, index := range hops {
 				if d := byIndex[index]; d != nil {
-					d.Default = d.Default || isDefault(r)
+					d.Default = d.Default || isDefault(r) && (r.Table == unix.RT_TABLE_MAIN || ether[index])
 					d.Routed = d.Routed || ether[index]
 				}
 			}

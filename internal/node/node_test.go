@@ -119,6 +119,14 @@ func TestDevices(t *testing.T) {
 	if got := fmt.Sprint(names(out), names(Uplinks(out))); got != "[eth0 docker0] [eth0]" {
 		t.Errorf("outside devices and uplinks %v", got)
 	}
+	tun, err := m.nl.LinkByName("tun0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := m.nl.RouteAdd(&netlink.Route{LinkIndex: tun.Attrs().Index, Scope: netlink.SCOPE_LINK, Table: 102,
+		Dst: &net.IPNet{IP: net.IPv4zero.To4(), Mask: net.CIDRMask(0, 32)}}); err != nil {
+		t.Fatal(err)
+	}
 	// A default route makes a device an uplink, whatever its address and
 	// whatever the table.
 	peer, err := m.nl.LinkByName("peer0")
