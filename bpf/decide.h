@@ -130,6 +130,7 @@ static __always_inline int pw_place(struct __sk_buff *skb, const struct pw_place
 	if (dst->ifindex) {
 		fwd->to.kind = PW_PLACE_POD;
 		fwd->to.id = dst->ifindex;
+		fwd->to.flags = dst->place_flags;
 		__builtin_memcpy(fwd->mac, dst->mac, 6);
 		return 0;
 	}
@@ -297,7 +298,9 @@ static __always_inline int pw_mirror(struct __sk_buff *skb, const struct pw_pkt 
 	s->rev.dport = p->key.sport;
 	s->rev.flags |= PW_F_REPLY;
 	s->rev.from = s->fwd.to;
+	s->rev.from.flags = 0;
 	s->rev.to = p->from;
+	s->rev.to.flags = s->src.place_flags;
 	s->rev.twin_via = p->key.via;
 	/* Answers to an entry node go back by the tunnel that brought it. */
 	s->rev.flags &= ~PW_F_TUNNEL;
@@ -474,6 +477,7 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 			return -1;
 		}
 	}
+	s->fwd.to.flags = 0;
 	err = pw_place(skb, &s->fwd.from, &src, &s->dst, &s->fwd);
 	/* Frames can name what is behind that node; else it would be another flow. */
 	if (!err && orig->frame && (s->fwd.to.kind != PW_PLACE_NODE || s->fwd.to.id != orig->to.id))
@@ -489,6 +493,8 @@ __noinline int pw_redecide(struct __sk_buff *skb, struct pw_pkt *p, struct pw_fl
 	orig->rule = reply->rule = s->fwd.rule;
 	if (!err) {
 		orig->to = reply->from = s->fwd.to;
+		reply->from.flags = 0;
+		s->rev.to.flags = s->src.place_flags;
 		orig->nexthop = s->fwd.nexthop;
 		reply->to = s->rev.to;
 		reply->nexthop = s->rev.nexthop;

@@ -81,10 +81,11 @@ static __always_inline int pw_to_pod(struct __sk_buff *skb, struct pw_pkt *p,
 	if (pw_write_macs(skb, f->mac, f, 0))
 		return pw_drop(skb, p, PW_DROP_HELPER);
 	pw_count(p->stripped ? PW_FWD_DECAP : PW_FWD_LOCAL, p->hook, p->v6, skb->len);
-	if (pw_is_ingress(p)) {
+	if (pw_is_ingress(p) && !(f->to.flags & PW_PLACE_QDISC)) {
 		pw_make_ours(skb);
 		return bpf_redirect_peer(ifindex, 0);
 	}
+	/* Out of the veth like the stack: what shapes or watches it has its say. */
 	skb->mark |= cfg_mark;
 	return bpf_redirect(ifindex, 0);
 }

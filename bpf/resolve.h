@@ -20,7 +20,8 @@ struct pw_target {
 	__u32 policy_in;
 	__u32 policy_out;
 	__u8 mac[6];
-	__u16 pad;
+	__u8 place_flags; /* of a local pod: enum pw_place_flags */
+	__u8 pad;
 };
 
 static __always_inline __u32 pw_gen(__u32 slot)
@@ -96,6 +97,7 @@ static __always_inline void pw_resolve(const struct pw_addr *addr, struct pw_tar
 		t->policy_in = ep->policy_in;
 		t->policy_out = ep->policy_out;
 		t->flags = PW_PEER_POD;
+		t->place_flags = ep->flags & PW_EP_QDISC ? PW_PLACE_QDISC : 0;
 		__builtin_memcpy(t->mac, ep->mac, 6);
 		/* Another slot by now: never equal, decided again next time. */
 		if (ep->slot != t->gen.slot)

@@ -156,10 +156,16 @@ enum pw_place_kind {
 	PW_PLACE_HOST = 4, /* this node's own stack; id = 0 */
 };
 
+/* How a place takes packets. No part of which place it is. */
+enum pw_place_flags {
+	PW_PLACE_QDISC = 1, /* POD: through the qdisc of its veth, see PW_EP_QDISC */
+};
+
 struct pw_place {
 	__u32 id;
 	__u8 kind;
-	__u8 pad[3];
+	__u8 flags; /* enum pw_place_flags; of a flow's to alone */
+	__u8 pad[2];
 };
 PW_ASSERT_SIZE(struct pw_place, 8);
 
@@ -425,6 +431,10 @@ PW_ASSERT_SIZE(struct pw_dev_addr, 32);
 
 /* ---- addresses ------------------------------------------------------ */
 
+enum pw_endpoint_flags {
+	PW_EP_QDISC = 1, /* its veth sends by a qdisc, or past filters, that are not ours */
+};
+
 /* A pod address of this node. policy_*: table id, 0 = not isolated. */
 struct pw_endpoint {
 	__u32 id; /* endpoint id, unique on the node */
@@ -434,7 +444,7 @@ struct pw_endpoint {
 	__u32 identity;
 	__u32 slot; /* of pw_gens: moves when anything here changes */
 	__u8 mac[6]; /* of the pod's interface */
-	__u16 flags;
+	__u16 flags; /* enum pw_endpoint_flags */
 };
 PW_ASSERT_SIZE(struct pw_endpoint, 32);
 

@@ -45,6 +45,7 @@ type Stack interface {
 	SyncSysctls(outside []node.Device) error
 	Way(addr netip.Addr) (w node.Way, ok bool, err error)
 	WorldRoutes() (uint64, error)
+	Qdiscs() (map[int]node.Qdisc, error)
 }
 
 // Options are the settings of the loop.
@@ -126,6 +127,7 @@ type world struct {
 	learned  map[netip.Addr]learned  // of these ways
 	leaving  leaving
 	mtu      tunnel.MTU
+	qdiscs   map[int]node.Qdisc // of pods' devices
 	attached map[int]string
 	cidrs    []netip.Prefix
 	in       peerInput

@@ -16,7 +16,7 @@ func (a *Agent) syncDevAddrs() {
 }
 
 // devAddrs are the entries of pw_dev_addrs. Index 0 has the node's own
-// addresses, else those of the first device that has any; a device without an
+// addresses, else those of the first uplink that has any; a device without an
 // address of a family sends under the node's, as the kernel does.
 func devAddrs(internal []netip.Addr, outside []node.Device) map[uint32]maps.DevAddrs {
 	var v4, v6 netip.Addr
@@ -32,7 +32,7 @@ func devAddrs(internal []netip.Addr, outside []node.Device) map[uint32]maps.DevA
 			first(&v6, a)
 		}
 	}
-	for _, d := range outside {
+	for _, d := range node.Uplinks(outside) {
 		first(&v4, d.Source4)
 		first(&v6, d.Source6)
 	}

@@ -23,7 +23,7 @@ func TestDevAddrs(t *testing.T) {
 		{
 			"the first InternalIP of each family; a device's own addresses",
 			[]netip.Addr{a("172.31.0.2"), a("fd00:172:31::2"), a("172.31.0.22")},
-			[]node.Device{{Index: 5, Source4: a("192.0.2.5"), Source6: a("2001:db8::5")}},
+			[]node.Device{{Uplink: true, Index: 5, Source4: a("192.0.2.5"), Source6: a("2001:db8::5")}},
 			map[uint32]maps.DevAddrs{
 				0: {V4: ip("172.31.0.2"), V6: ip("fd00:172:31::2")},
 				5: {V4: ip("192.0.2.5"), V6: ip("2001:db8::5")},
@@ -32,7 +32,7 @@ func TestDevAddrs(t *testing.T) {
 		{
 			"a device without an address sends under the node's",
 			[]netip.Addr{a("172.31.0.2")},
-			[]node.Device{{Index: 5}, {Index: 6, Source6: a("2001:db8::6")}},
+			[]node.Device{{Uplink: true, Index: 5}, {Uplink: true, Index: 6, Source6: a("2001:db8::6")}},
 			map[uint32]maps.DevAddrs{
 				0: {V4: ip("172.31.0.2"), V6: ip("2001:db8::6")},
 				5: {V4: ip("172.31.0.2"), V6: ip("2001:db8::6")},
@@ -40,7 +40,7 @@ func TestDevAddrs(t *testing.T) {
 			},
 		},
 		{
-			"one family only", []netip.Addr{a("172.31.0.2")}, []node.Device{{Index: 5, Source4: a("172.31.0.2")}},
+			"one family only", []netip.Addr{a("172.31.0.2")}, []node.Device{{Uplink: true, Index: 5, Source4: a("172.31.0.2")}},
 			map[uint32]maps.DevAddrs{0: {V4: ip("172.31.0.2"), V6: none}, 5: {V4: ip("172.31.0.2"), V6: none}},
 		},
 	}

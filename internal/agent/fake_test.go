@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	gomaps "maps"
 	"net/netip"
 	"slices"
 	"sync"
@@ -100,6 +101,7 @@ type fakeStack struct {
 	overlays []node.Overlay
 	world    uint64
 	ways     map[netip.Addr]node.Way // those that are not by the first device
+	qdiscs   map[int]node.Qdisc
 }
 
 func newFakeStack() *fakeStack {
@@ -146,6 +148,12 @@ func (s *fakeStack) WorldRoutes() (uint64, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.world, nil
+}
+
+func (s *fakeStack) Qdiscs() (map[int]node.Qdisc, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return gomaps.Clone(s.qdiscs), nil
 }
 
 func (s *fakeStack) SyncSysctls([]node.Device) error { return nil }

@@ -72,6 +72,7 @@ type peerInput struct {
 	tunnel    tunnel.Output
 	policy    policy.Output
 	endpoints map[netip.Addr]localEndpoint
+	qdiscs    map[int]node.Qdisc // of pods' devices
 	// deltas says that those of tunnel and policy name all that is different
 	// from what was applied last.
 	deltas bool

@@ -127,6 +127,9 @@ func (p *peers) compilePeers(in peerInput, deltas bool) compiledPeers {
 			Slot:      p.slot(k),
 		}
 		copy(v.Mac[:], ep.MAC)
+		if in.qdiscs[ep.HostIfindex].Out != "" {
+			v.Flags |= maps.EndpointQdisc
+		}
 		c.endpoints[k] = v
 	}
 	return c

@@ -160,6 +160,7 @@ func (a *Agent) syncStack(ctx context.Context) {
 		w.overlay = index
 	}
 	a.problem("tunnel device", "", err)
+	a.readQdiscs()
 	a.problem("sysctls", "", a.stack.SyncSysctls(w.outside))
 }
 
@@ -188,7 +189,7 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 	a.dirty.routes = a.dirty.routes || t.Delta.Routes
 	w.in = peerInput{
 		self: a.opt.NodeName, selfAddr: w.self.Addr, vni: a.opt.VNI, mode: a.opt.Mode, plain: a.opt.AcceptPlain, ways: w.ways,
-		nodes: w.nodes, tunnel: t, policy: p, endpoints: w.local.byAddr, deltas: true,
+		nodes: w.nodes, tunnel: t, policy: p, endpoints: w.local.byAddr, qdiscs: w.qdiscs, deltas: true,
 	}
 	err := a.peers.apply(w.in)
 	a.problems["tunnel"] = problems("", t.Errs...)
@@ -197,6 +198,7 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 		a.problems["policy"] = append(a.problems["policy"], table.Problem{Object: pr.Object, Err: pr.Field + ": " + pr.Err})
 	}
 	a.problems["endpoints"] = problems("", w.local.errs...)
+	a.tellBypassed()
 	a.problem("addresses and policy", "", err)
 	a.compileHostPorts()
 }
@@ -468,10 +470,11 @@ func (a *Agent) publish() {
 	if _, ok := w.attached[w.overlay]; !ok || w.overlay == 0 {
 		waits = append(waits, "programs are not attached to "+node.OverlayName)
 	}
-	if len(w.outside) == 0 {
+	uplinks := node.Uplinks(w.outside)
+	if len(uplinks) == 0 {
 		waits = append(waits, "no device holds an address of this node or a default route")
 	}
-	for _, d := range w.outside {
+	for _, d := range uplinks {
 		if _, ok := w.attached[d.Index]; !ok {
 			waits = append(waits, "programs are not attached to "+d.Name)
 		}

@@ -56,7 +56,11 @@ func (a *Agent) Status(ctx context.Context) (api.Status, error) {
 			s.Devices = append(s.Devices, api.Device{Name: d.Name, Ifindex: d.Index, Role: role, MTU: d.MTU, Addrs: d.Addrs})
 		}
 		for _, ep := range a.eps.list() {
-			s.Devices = append(s.Devices, api.Device{Name: ep.HostIfName, Ifindex: ep.HostIfindex, Role: "pod", MTU: ep.MTU, Addrs: ep.Addrs})
+			q := w.qdiscs[ep.HostIfindex]
+			s.Devices = append(s.Devices, api.Device{
+				Name: ep.HostIfName, Ifindex: ep.HostIfindex, Role: "pod", MTU: ep.MTU, Addrs: ep.Addrs,
+				Qdisc: q.Out, Bypassed: q.In,
+			})
 		}
 		s.MTU, s.MTU6 = w.mtu.Pod, w.mtu.Pod6
 		s.RoutingMode, s.AcceptsUnencapsulated = string(a.opt.Mode), a.opt.AcceptPlain

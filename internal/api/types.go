@@ -92,6 +92,12 @@ type Device struct {
 	Role  string       `json:"role"`
 	MTU   int          `json:"mtu"`
 	Addrs []netip.Addr `json:"addrs,omitempty"`
+	// Qdisc that others have put on a pod's device, or "filters": all that is
+	// sent to the pod goes through it.
+	Qdisc string `json:"qdisc,omitempty"`
+	// Bypassed is what others have put on its ingress: it does not see what
+	// the pod sends to others.
+	Bypassed string `json:"bypassed,omitempty"`
 }
 
 // Tunnel describes the overlay device.

@@ -13,6 +13,8 @@ import (
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
+
+	"github.com/podweir/podweir/internal/doctor"
 )
 
 // Exit statuses other than 0.
@@ -36,6 +38,8 @@ func (e *exitError) Unwrap() error { return e.err }
 type Env struct {
 	OpenMaps  func(bpffs string) (Maps, error)
 	DialAgent func(socket string) Agent
+	// Host is the node's kernel, for doctor.
+	Host func(bpffs string) doctor.Host
 	// Now is CLOCK_MONOTONIC in nanoseconds, the clock of the flows.
 	Now func() uint64
 	// IfName names a device; empty when there is none.
@@ -48,6 +52,7 @@ func OSEnv() Env {
 	return Env{
 		OpenMaps:  OpenMaps,
 		DialAgent: DialAgent,
+		Host:      doctor.OSHost,
 		Now: func() uint64 {
 			var ts unix.Timespec
 			if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
@@ -133,7 +138,7 @@ Exit status: 0 done, 1 failed, 2 wrong usage, 3 no maps under --bpffs,
 	flags.StringVar(&s.socket, "socket", "/run/podweir/agent.sock", "socket of the agent")
 	flags.StringVarP(&s.output, "output", "o", "table", "table, wide or json")
 	root.AddCommand(s.statusCommand(), s.servicesCommand(), s.flowsCommand(), s.endpointsCommand(),
-		s.policyCommand(), s.monitorCommand(), s.nodesCommand(), s.metricsCommand())
+		s.policyCommand(), s.monitorCommand(), s.nodesCommand(), s.metricsCommand(), s.doctorCommand())
 	return root
 }
 

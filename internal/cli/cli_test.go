@@ -17,6 +17,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/podweir/podweir/internal/api"
+	"github.com/podweir/podweir/internal/doctor"
 	"github.com/podweir/podweir/internal/maps"
 )
 
@@ -34,6 +35,7 @@ func run(m *fakeMaps, agent Agent, args ...string) string {
 			return m, nil
 		},
 		DialAgent: func(string) Agent { return agent },
+		Host:      func(string) doctor.Host { return fakeHost{} },
 		Now:       func() uint64 { return bootTime },
 		IfName: func(ifindex uint32) string {
 			return map[uint32]string{2: "eth0", 7: "pw00000000001", 9: "pw00000000002"}[ifindex]
@@ -68,6 +70,9 @@ func TestGolden(t *testing.T) {
 		{"status-down", planMaps(), down, "status"},
 		{"status-no-maps", nil, planAgent(), "status"},
 		{"status-nothing", nil, down, "status"},
+		{"doctor", planMaps(), planAgent(), "doctor"},
+		{"doctor-json", planMaps(), planAgent(), "doctor -o json"},
+		{"doctor-nothing", nil, down, "doctor"},
 		{"services", planMaps(), planAgent(), "services"},
 		{"services-wide", planMaps(), planAgent(), "services -o wide"},
 		{"services-json", planMaps(), planAgent(), "services -o json"},

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/podweir/podweir/internal/api"
+	"github.com/podweir/podweir/internal/firewall"
 	"github.com/podweir/podweir/internal/maps"
 )
 
@@ -416,4 +417,23 @@ func planAgent() fakeAgent {
 			},
 		},
 	}
+}
+
+// fakeHost is a node that lacks one program and has a firewall.
+type fakeHost struct{}
+
+func (fakeHost) Programs(ifindex int) ([]string, error) {
+	return []string{"from_netdev", "to_netdev", "from_overlay", "to_overlay", "to_pod"}, nil
+}
+func (fakeHost) Pinned() (map[int][]string, error) { return map[int][]string{7: {"from_pod"}}, nil }
+func (fakeHost) Sysctl(name string) (string, error) {
+	return map[string]string{"net/ipv4/conf/all/send_redirects": "0"}[name], nil
+}
+func (fakeHost) Devices() (map[string]int, error) { return map[string]int{"eth0": 1500}, nil }
+func (fakeHost) Firewall(context.Context) (firewall.Ruleset, []error) {
+	set, err := firewall.IPTables("iptables-nft", "ip", "*filter\n:INPUT DROP [0:0]\n:FORWARD DROP [0:0]\nCOMMIT\n")
+	if err != nil {
+		return set, []error{err}
+	}
+	return set, nil
 }

@@ -46,7 +46,7 @@
 // # Sysctls
 //
 // On the host's half: rp_filter 2, send_redirects 0, proxy_arp 0, forwarding
-// 1 for IPv4, accept_ra 0 and disable_ipv6 0 for IPv6. The kernel takes the
+// 1 for both families, accept_ra 0 and disable_ipv6 0 for IPv6. The kernel takes the
 // greater of "all" and the interface for rp_filter, and the logical or of
 // both for send_redirects and proxy_arp: net.ipv4.conf.all.send_redirects=1
 // therefore still sends redirects to a pod. Node-wide settings are not

@@ -88,6 +88,7 @@ func hostSysctls() []sysctl {
 		{"ipv6", "disable_ipv6", "0"},
 		{"ipv6", "addr_gen_mode", "1"}, // no link-local address
 		{"ipv6", "accept_ra", "0"},
+		{"ipv6", "forwarding", "1"},
 	}
 }
 

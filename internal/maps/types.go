@@ -90,6 +90,12 @@ const (
 	PlaceNode = uint8(bpf.DpPwPlaceKindPW_PLACE_NODE)
 	PlaceWire = uint8(bpf.DpPwPlaceKindPW_PLACE_WIRE)
 	PlaceHost = uint8(bpf.DpPwPlaceKindPW_PLACE_HOST)
+
+	// PlaceQdisc is a flag of a [Place]: a pod's packets go through the qdisc
+	// of its device.
+	PlaceQdisc = uint8(bpf.DpPwPlaceFlagsPW_PLACE_QDISC)
+	// EndpointQdisc is the flag of an [Endpoint] that says so.
+	EndpointQdisc = uint16(bpf.DpPwEndpointFlagsPW_EP_QDISC)
 )
 
 // TableDefault is set in the number of a table that has a [PolicyDefault]

@@ -81,8 +81,14 @@ type Device struct {
 	// by this device: the first that is global, no secondary one and not
 	// deprecated.
 	Source4, Source6 netip.Addr
-	// Default: a default route leaves by it.
+	// Default: a default route leaves by it, of the main table or, with
+	// Ethernet headers, any other.
 	Default bool
+	// Routed: some route leaves by it that pods' packets could take. Of
+	// devices with Ethernet headers alone, which the programs expect.
+	Routed bool
+	// Uplink: it leads to the world or to other nodes; see [Outside].
+	Uplink bool
 }
 
 // Devices lists all devices, ordered by index, pods' veths left out.
@@ -92,6 +98,7 @@ func (m *Manager) Devices() ([]Device, error) {
 		return nil, fmt.Errorf("list devices: %w", err)
 	}
 	byIndex := make(map[int]*Device, len(links))
+	ether := make(map[int]bool)
 	var out []*Device
 	for _, l := range links {
 		a := l.Attrs()
@@ -100,6 +107,7 @@ func (m *Manager) Devices() ([]Device, error) {
 		}
 		d := &Device{Index: a.Index, Name: a.Name, MTU: a.MTU, Up: a.RawFlags&unix.IFF_UP != 0}
 		byIndex[a.Index] = d
+		ether[a.Index] = a.EncapType == "ether"
 		out = append(out, d)
 	}
 	addrs, err := m.nl.AddrList(nil, netlink.FAMILY_ALL)
@@ -125,20 +133,22 @@ func (m *Manager) Devices() ([]Device, error) {
 		}
 	}
 	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
-		routes, err := m.nl.RouteListFiltered(family, &netlink.Route{Table: unix.RT_TABLE_MAIN}, netlink.RT_FILTER_TABLE)
+		routes, err := m.nl.RouteListFiltered(family, &netlink.Route{Table: unix.RT_TABLE_UNSPEC}, netlink.RT_FILTER_TABLE)
 		if err != nil {
 			return nil, fmt.Errorf("list routes: %w", err)
 		}
 		for _, r := range routes {
-			if !isDefault(r) || r.Type != unix.RTN_UNICAST {
+			if r.Type != unix.RTN_UNICAST || r.Table == unix.RT_TABLE_LOCAL || r.Protocol == RouteProtocol || ofLink(r) {
 				continue
 			}
-			if d := byIndex[r.LinkIndex]; d != nil {
-				d.Default = true
-			}
+			hops := []int{r.LinkIndex}
 			for _, hop := range r.MultiPath {
-				if d := byIndex[hop.LinkIndex]; d != nil {
-					d.Default = true
+				hops = append(hops, hop.LinkIndex)
+			}
+			for _, index := range hops {
+				if d := byIndex[index]; d != nil {
+					d.Default = d.Default || isDefault(r) && (r.Table == unix.RT_TABLE_MAIN || ether[index])
+					d.Routed = d.Routed || ether[index]
 				}
 			}
 		}
@@ -173,6 +183,11 @@ func isDefault(r netlink.Route) bool {
 	return ones == 0 && r.Dst.IP.IsUnspecified()
 }
 
+// ofLink tells routes that only the device's own link can be meant by.
+func ofLink(r netlink.Route) bool {
+	return r.Dst != nil && (r.Dst.IP.IsLinkLocalUnicast() || r.Dst.IP.IsMulticast())
+}
+
 // Addrs are the addresses of all devices, each once: the node's own.
 func Addrs(devices []Device) []netip.Addr {
 	seen := make(map[netip.Addr]bool)
@@ -188,8 +203,10 @@ func Addrs(devices []Device) []netip.Addr {
 	return out
 }
 
-// Outside picks the devices by which the node talks to the world and to
-// other nodes: those that hold one of its node addresses or a default route.
+// Outside picks the devices by which packets of pods may leave. Uplinks are
+// those that lead to the world and to other nodes: that hold one of the node's
+// addresses or a default route. Others have some route: answers to what pods
+// send there arrive by them.
 func Outside(devices []Device, nodeAddrs []netip.Addr) []Device {
 	want := make(map[netip.Addr]bool, len(nodeAddrs))
 	for _, a := range nodeAddrs {
@@ -204,7 +221,18 @@ func Outside(devices []Device, nodeAddrs []netip.Addr) []Device {
 		for _, a := range d.Addrs {
 			take = take || want[a]
 		}
-		if take {
+		d.Uplink = take
+		if take || d.Routed {
+			out = append(out, d)
+		}
+	}
+	return out
+}
+
+// Uplinks are those of the devices that [Outside] has picked as such.
+func Uplinks(outside []Device) (out []Device) {
+	for _, d := range outside {
+		if d.Uplink {
 			out = append(out, d)
 		}
 	}

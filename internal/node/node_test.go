@@ -83,12 +83,14 @@ func TestDevices(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var names []string
-	for _, d := range Outside(devices, []netip.Addr{netip.MustParseAddr("172.31.0.2")}) {
-		names = append(names, d.Name)
+	names := func(list []Device) (out []string) {
+		for _, d := range list {
+			out = append(out, d.Name)
+		}
+		return out
 	}
-	if fmt.Sprint(names) != "[eth0]" {
-		t.Errorf("outside devices %v, want eth0", names)
+	if got := names(Outside(devices, []netip.Addr{netip.MustParseAddr("172.31.0.2")})); fmt.Sprint(got) != "[eth0]" {
+		t.Errorf("outside devices %v, want eth0", got)
 	}
 	got := make(map[string]bool)
 	for _, a := range Addrs(devices) {
@@ -102,20 +104,44 @@ func TestDevices(t *testing.T) {
 	if len(got) != 4 {
 		t.Errorf("addresses %v: more than those given", got)
 	}
-	// A default route makes a device an outside one, whatever its address.
+	// One that some route leaves by is no uplink, but pods' packets may take
+	// it. A device without Ethernet headers is no place for the programs.
+	if err := m.nl.LinkAdd(&netlink.Tuntap{LinkAttrs: netlink.LinkAttrs{Name: "tun0"}, Mode: netlink.TUNTAP_MODE_TUN}); err != nil {
+		t.Fatal(err)
+	}
+	addAddr(t, m, "tun0", "10.9.0.1/24")
+	up(t, m, "tun0")
+	up(t, m, "docker0")
+	if devices, err = m.Devices(); err != nil {
+		t.Fatal(err)
+	}
+	out := Outside(devices, []netip.Addr{netip.MustParseAddr("172.31.0.2")})
+	if got := fmt.Sprint(names(out), names(Uplinks(out))); got != "[eth0 docker0] [eth0]" {
+		t.Errorf("outside devices and uplinks %v", got)
+	}
+	tun, err := m.nl.LinkByName("tun0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := m.nl.RouteAdd(&netlink.Route{LinkIndex: tun.Attrs().Index, Scope: netlink.SCOPE_LINK, Table: 102,
+		Dst: &net.IPNet{IP: net.IPv4zero.To4(), Mask: net.CIDRMask(0, 32)}}); err != nil {
+		t.Fatal(err)
+	}
+	// A default route makes a device an uplink, whatever its address and
+	// whatever the table.
 	peer, err := m.nl.LinkByName("peer0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := m.nl.RouteAdd(&netlink.Route{LinkIndex: peer.Attrs().Index, Scope: netlink.SCOPE_LINK,
+	if err := m.nl.RouteAdd(&netlink.Route{LinkIndex: peer.Attrs().Index, Scope: netlink.SCOPE_LINK, Table: 101,
 		Dst: &net.IPNet{IP: net.IPv4zero.To4(), Mask: net.CIDRMask(0, 32)}}); err != nil {
 		t.Fatal(err)
 	}
 	if devices, err = m.Devices(); err != nil {
 		t.Fatal(err)
 	}
-	if out := Outside(devices, nil); len(out) != 1 || out[0].Name != "peer0" {
-		t.Errorf("outside devices %+v, want peer0 for its default route", out)
+	if got := names(Uplinks(Outside(devices, nil))); fmt.Sprint(got) != "[peer0]" {
+		t.Errorf("uplinks %v, want peer0 for its default route", got)
 	}
 	if d, ok := Holding(devices, netip.MustParseAddr("fd00:172:31::2")); !ok || d.Name != "eth0" || d.MTU != 1500 {
 		t.Errorf("holder %+v %v", d, ok)
@@ -351,17 +377,23 @@ func TestSysctls(t *testing.T) {
 	if err := m.writeSysctl(ra, "1"); err != nil {
 		t.Fatal(err)
 	}
-	outside := []Device{{Name: "eth0"}, {Name: "gone0"}}
+	outside := []Device{{Name: "eth0", Uplink: true}, {Name: "gone0", Uplink: true}, {Name: "peer0"}}
 	if err := m.SyncSysctls(outside); err != nil {
 		t.Fatal(err)
 	}
 	want := map[string]string{
-		"net/ipv4/ip_forward":          "1",
-		"net/ipv6/conf/all/forwarding": "1",
-		ra:                             "2",
+		"net/ipv6/conf/peer0/accept_ra":  "1",
+		"net/ipv6/conf/peer0/forwarding": "1",
+		"net/ipv4/ip_forward":            "1",
+		"net/ipv6/conf/all/forwarding":   "1",
+		ra:                               "2",
 		"net/ipv4/conf/" + OverlayName + "/rp_filter":      "2",
 		"net/ipv4/conf/" + OverlayName + "/send_redirects": "0",
 		"net/ipv4/conf/all/send_redirects":                 "0",
+		"net/ipv4/conf/eth0/forwarding":                    "1",
+		"net/ipv6/conf/eth0/forwarding":                    "1",
+		"net/ipv4/conf/" + OverlayName + "/forwarding":     "1",
+		"net/ipv6/conf/" + OverlayName + "/forwarding":     "1",
 	}
 	for name, v := range want {
 		if got := read(name); got != v {
@@ -369,6 +401,15 @@ func TestSysctls(t *testing.T) {
 		}
 	}
 	// Reset by another program, found again; the first old value is kept.
+	if err := errors.Join(m.writeSysctl("net/ipv4/conf/eth0/forwarding", "0"), m.writeSysctl("net/ipv6/conf/eth0/forwarding", "0"),
+		m.SyncSysctls(outside)); err != nil {
+		t.Fatal(err)
+	}
+	for _, family := range []string{"ipv4", "ipv6"} {
+		if got := read("net/" + family + "/conf/eth0/forwarding"); got != "1" {
+			t.Errorf("%s forwarding of eth0 alone is %s after a reset", family, got)
+		}
+	}
 	if err := errors.Join(m.writeSysctl("net/ipv4/ip_forward", "0"),
 		m.writeSysctl("net/ipv4/conf/"+OverlayName+"/rp_filter", "1"), m.SyncSysctls(outside)); err != nil {
 		t.Fatal(err)
@@ -427,6 +468,11 @@ func TestWatch(t *testing.T) {
 		rule := netlink.NewRule()
 		rule.Family, rule.Table, rule.Priority = unix.AF_INET, 100, 1000
 		if err := m.nl.RuleAdd(rule); err != nil {
+			t.Fatal(err)
+		}
+	})
+	expect("a qdisc", func() {
+		if err := m.nl.QdiscAdd(tbf(t, m, "peer0")); err != nil {
 			t.Fatal(err)
 		}
 	})

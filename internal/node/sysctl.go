@@ -130,8 +130,11 @@ func (m *Manager) nodeSysctl(name, value string) (changed bool, err error) {
 // SyncSysctls sets what forwarding needs:
 //
 //   - net.ipv4.ip_forward and net.ipv6.conf.all.forwarding 1;
-//   - accept_ra 2 on the outside devices that take router advertisements (1),
+//   - accept_ra 2 on the uplinks that take router advertisements (1),
 //     before forwarding would make them stop;
+//   - forwarding 1 of the outside devices and ours, both families: a look-up in
+//     the routing table on behalf of a packet heeds that of the device it came
+//     by, which net.ipv4.ip_forward and conf.all set once and never again;
 //   - net.ipv4.conf.all.send_redirects 0, for the kernel ors it with that of
 //     the device: other devices keep their own setting (1 by default);
 //   - rp_filter 2 and send_redirects 0 on our devices: the tunnel's and the
@@ -143,7 +146,7 @@ func (m *Manager) SyncSysctls(outside []Device) error {
 		_, err := m.nodeSysctl(name, value)
 		errs = append(errs, err)
 	}
-	for _, d := range outside {
+	for _, d := range Uplinks(outside) {
 		name := "net/ipv6/conf/" + d.Name + "/accept_ra"
 		if have, err := m.readSysctl(name); err == nil && have == "1" {
 			set(name, "2")
@@ -152,6 +155,10 @@ func (m *Manager) SyncSysctls(outside []Device) error {
 	set("net/ipv4/ip_forward", "1")
 	set("net/ipv6/conf/all/forwarding", "1")
 	set("net/ipv4/conf/all/send_redirects", "0")
+	for _, d := range outside {
+		set("net/ipv4/conf/"+d.Name+"/forwarding", "1")
+		set("net/ipv6/conf/"+d.Name+"/forwarding", "1")
+	}
 	links, err := m.nl.LinkList()
 	if err != nil {
 		return errors.Join(append(errs, fmt.Errorf("list devices: %w", err))...)
@@ -163,6 +170,8 @@ func (m *Manager) SyncSysctls(outside []Device) error {
 		}
 		conf := "net/ipv4/conf/" + name
 		errs = append(errs,
+			m.ourSysctl(conf+"/forwarding", "1"),
+			m.ourSysctl("net/ipv6/conf/"+name+"/forwarding", "1"),
 			m.ourSysctl(conf+"/rp_filter", "2"),
 			m.ourSysctl(conf+"/send_redirects", "0"))
 	}

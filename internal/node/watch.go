@@ -12,17 +12,19 @@ import (
 )
 
 // watchGroups are the kinds of events that matter: devices, addresses, routes
-// and the rules that lead to them, of both families, and changes of forwarding and rp_filter.
+// and the rules that lead to them, of both families, changes of forwarding and
+// rp_filter, qdiscs and filters.
 var watchGroups = [...]uint{
 	unix.RTNLGRP_LINK,
 	unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR,
 	unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE,
 	unix.RTNLGRP_IPV4_RULE, unix.RTNLGRP_IPV6_RULE, unix.RTNLGRP_NEXTHOP,
 	unix.RTNLGRP_IPV4_NETCONF, unix.RTNLGRP_IPV6_NETCONF,
+	unix.RTNLGRP_TC,
 }
 
-// Watch sends on the channel returned whenever devices, addresses, routes or
-// settings have moved, until ctx ends; signals that nobody has taken yet
+// Watch sends on the channel returned whenever devices, addresses, routes,
+// settings or qdiscs have moved, until ctx ends; signals that nobody has taken yet
 // become one. Events that were lost (the socket's buffer overran) count as
 // one more change, so that the reader, who reads everything anew, misses
 // nothing. When Watch returns, the subscription is in place.

@@ -1,8 +1,10 @@
 package node
 
 import (
+	"context"
 	"net"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -37,6 +39,23 @@ func TestWorldRoutes(t *testing.T) {
 		n, err := m.WorldRoutes()
 		must(err)
 		return n
+	}
+	// The kernel works off the carrier of a new pair later, and with it routes
+	// to link-local addresses.
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	defer cancel()
+	for _, dev := range []string{"eth0", "peer0"} {
+		for {
+			l, err := m.nl.LinkByName(dev)
+			must(err)
+			routes, err := m.nl.RouteList(l, netlink.FAMILY_V6)
+			must(err)
+			if l.Attrs().OperState == netlink.OperUp && len(routes) > 0 {
+				break
+			}
+			must(ctx.Err())
+			time.Sleep(time.Millisecond)
+		}
 	}
 	start := read()
 	differs := func(what string, change func()) {

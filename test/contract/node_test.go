@@ -363,6 +363,11 @@ func TestN20Sysctls(t *testing.T) {
 	want := map[string]string{
 		"net/ipv4/ip_forward": "1", "net/ipv6/conf/all/forwarding": "1",
 		"net/ipv4/conf/all/send_redirects": "0", "net/ipv6/conf/eth0/accept_ra": "2",
+		"net/ipv4/conf/" + veth + "/proxy_arp": "0",
+	}
+	for _, dev := range []string{"eth0", veth, "podweir.vxlan"} {
+		want["net/ipv4/conf/"+dev+"/forwarding"] = "1"
+		want["net/ipv6/conf/"+dev+"/forwarding"] = "1"
 	}
 	for _, dev := range []string{veth, "podweir.vxlan"} {
 		want["net/ipv4/conf/"+dev+"/rp_filter"] = "2"

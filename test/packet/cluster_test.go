@@ -113,6 +113,7 @@ type target struct {
 	dev                   uint32 // of a pod of this node
 	tableIn, tableOut     uint32
 	mac                   [6]byte
+	shaped                bool
 }
 
 // resolve: a pod of this node, else the exact address, else the longest
@@ -122,6 +123,7 @@ func (c *cluster) resolve(a addr) target {
 		return target{
 			gen: pwmaps.GenRef{Slot: ep.Slot, Gen: c.gens[ep.Slot]}, identity: ep.Identity,
 			flags: pwmaps.PeerPod, dev: ep.Ifindex, tableIn: ep.PolicyIn, tableOut: ep.PolicyOut, mac: ep.Mac,
+			shaped: ep.Flags&pwmaps.EndpointQdisc != 0,
 		}
 	}
 	peer, ok := c.addrs[a]

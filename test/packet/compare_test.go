@@ -134,6 +134,12 @@ func (o outcome) left(p packet, r *result) string {
 	if to := [6]byte(r.inner()[:6]); o.to.kind == bpf.DpPwPlaceKindPW_PLACE_POD && p.hook != toPod && to != o.mac {
 		return fmt.Sprintf("left to MAC %x, want %x", to, o.mac)
 	}
+	// By the device's own way out, where the mark says that all is decided, or
+	// past it.
+	toPodAlone := o.to.kind == bpf.DpPwPlaceKindPW_PLACE_POD && !egress(p.hook)
+	if marked := r.mark&0x1000 != 0; toPodAlone && marked != o.shaped {
+		return fmt.Sprintf("marked: %v, for a pod with a qdisc: %v", marked, o.shaped)
+	}
 	return ""
 }
 

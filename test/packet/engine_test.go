@@ -319,7 +319,8 @@ func (e *engine) run(s shot) *result {
 	if s.iif != "" {
 		in.IngressIfindex = e.w.index(s.iif)
 	}
-	opts := ebpf.RunOptions{Data: s.pkt, DataOut: make([]byte, len(s.pkt)+128), Context: &in}
+	var out skBuff
+	opts := ebpf.RunOptions{Data: s.pkt, DataOut: make([]byte, len(s.pkt)+128), Context: &in, ContextOut: &out}
 	if _, err := e.counters.ReadAt(e.before, 0); err != nil {
 		e.w.t.Fatal(err)
 	}
@@ -330,7 +331,7 @@ func (e *engine) run(s shot) *result {
 	if _, err := e.counters.ReadAt(e.after, 0); err != nil {
 		e.w.t.Fatal(err)
 	}
-	r := &result{t: e.w.t, shot: s, action: action, out: opts.DataOut, counts: make(map[reason]uint64)}
+	r := &result{t: e.w.t, shot: s, action: action, mark: out.Mark, out: opts.DataOut, counts: make(map[reason]uint64)}
 	was, is := rows(e.before), rows(e.after)
 	for why := range reason(128) {
 		for v6 := range 2 {

@@ -23,6 +23,7 @@ type mflow struct {
 	have           [2]bool // the entry of that direction is in the tables
 	from, to, home place   // where it starts, where it goes, where answers go
 	mac, homeMAC   [6]byte // of deliveries to pods
+	shaped         [2]bool // the pod of that direction has a qdisc
 	hop, homeHop   addr    // of the ways out
 	src, dst       pwmaps.GenRef
 	seen           [2]uint64 // per entry
@@ -65,6 +66,7 @@ type outcome struct {
 	src, dst netip.AddrPort
 	to       place
 	mac      [6]byte
+	shaped   bool
 	quoted   [2]netip.AddrPort // an ICMP error: what it quotes, source first
 }
 
@@ -259,6 +261,7 @@ func (m *model) aim(f *mflow) (why reason, rule uint32) {
 		return why, rule
 	}
 	f.mac, f.hop = dst.mac, m.router
+	f.shaped = [2]bool{dst.shaped, m.resolve(f.key.Src).shaped}
 	if dst.flags&pwmaps.PeerNode != 0 {
 		f.hop = f.back.Src // on the link
 	}

@@ -11,7 +11,7 @@ import (
 func (m *model) deliver(f *mflow, dir int, p packet, o outcome) outcome {
 	e := f.entry(dir)
 	o.src, o.dst = ap(pwmaps.FromAddr(e.Src), e.Sport), ap(pwmaps.FromAddr(e.Dst), e.Dport)
-	o.to, o.mac = at(e.To), e.Mac
+	o.to, o.mac, o.shaped = at(e.To), e.Mac, f.shaped[dir]
 	if p.quote != nil {
 		o.quoted = [2]netip.AddrPort{o.dst, o.src}
 		// A router keeps its name towards a pod, and where the flow's end has
@@ -130,6 +130,9 @@ func (f *mflow) entry(dir int) pwmaps.Flow {
 		e.From, e.To, e.Mac, e.Nexthop = pwPlace(f.to), pwPlace(f.home), f.homeMAC, f.homeHop
 		e.TwinVia = f.key.Via
 		e.Flags = uint8(flagReply)
+	}
+	if f.shaped[dir] {
+		e.To.Flags = pwmaps.PlaceQdisc
 	}
 	// To a client outside through its entry node, or as one.
 	if dir == orig && f.tunnel || dir == reply && f.key.Via != 0 {

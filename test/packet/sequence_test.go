@@ -404,14 +404,17 @@ func (e *engine) change(s step, kind byte) string {
 		if !there {
 			return ""
 		}
-		table := uint32(s.y>>1) % 6
+		table := uint32(s.y>>2) % 6
 		if table == 5 {
 			table = tableDefault
 		}
-		if s.y&1 == 0 {
+		switch s.y & 3 {
+		case 0, 2:
 			ep.PolicyIn = table
-		} else {
+		case 1:
 			ep.PolicyOut = table
+		default: // a qdisc comes or goes
+			ep.Flags ^= pwmaps.EndpointQdisc
 		}
 		edit(w, w.set.Endpoints, c.pods, a, &ep)
 		c.moved(w, slot)

@@ -1,0 +1,99 @@
+package doctor
+
+import (
+	"context"
+
+	"github.com/podweir/podweir/internal/api"
+	"github.com/podweir/podweir/internal/firewall"
+)
+
+// State of a finding.
+type State string
+
+const (
+	OK   State = "ok"
+	Warn State = "warn" // works, or may not
+	Fail State = "fail" // does not work
+)
+
+// Finding is one thing that a check has found.
+type Finding struct {
+	Check  string `json:"check"`
+	State  State  `json:"result"`
+	Object string `json:"object,omitempty"`
+	Text   string `json:"text"`
+	WayOut string `json:"wayOut,omitempty"`
+}
+
+// Host is the node's kernel.
+type Host interface {
+	// Programs names our programs on a device's hooks.
+	Programs(ifindex int) ([]string, error)
+	// Pinned are the hooks that an agent attached to and pinned, by device;
+	// for when none answers.
+	Pinned() (map[int][]string, error)
+	// Firewall reads the node's packet filters, with the programs that are
+	// there; the errors are those of the rest.
+	Firewall(ctx context.Context) (firewall.Ruleset, []error)
+	// Sysctl reads one, as a path below /proc/sys.
+	Sysctl(name string) (string, error)
+	// Devices are the MTUs of all devices.
+	Devices() (map[string]int, error)
+}
+
+// Facts are what checks look at.
+type Facts struct {
+	Status *api.Status // nil: the agent does not answer, AgentErr says why
+	Agent  error
+	Maps   error // why the pinned maps cannot be read
+	Host   Host
+}
+
+// Check is one question.
+type Check struct {
+	Name string
+	// Well is what is said when nothing is found.
+	Well string
+	Run  func(context.Context, Facts) []Finding
+}
+
+// Checks are all there are, in the order they are made: what comes first is
+// the likelier cause.
+func Checks() []Check {
+	return []Check{
+		{"agent", "answers and is ready", checkAgent},
+		{"maps", "are pinned and can be read", checkMaps},
+		{"programs", "are attached to every device that should have them", checkPrograms},
+		{"sysctls", "are as forwarding needs them", checkSysctls},
+		{"mtu", "what is sent fits the devices", checkMTU},
+		{"firewall", "lets the tunnel's packets in", checkFirewall},
+		{"qdiscs", "none is passed by", checkQdiscs},
+	}
+}
+
+// Run makes the checks.
+func Run(ctx context.Context, f Facts, checks []Check) (out []Finding) {
+	for _, c := range checks {
+		found := c.Run(ctx, f)
+		bad := false
+		for i := range found {
+			found[i].Check = c.Name
+			bad = bad || found[i].State != OK
+		}
+		if !bad {
+			out = append(out, Finding{Check: c.Name, State: OK, Text: c.Well})
+		}
+		out = append(out, found...)
+	}
+	return out
+}
+
+// Failed: is something broken?
+func Failed(found []Finding) bool {
+	for _, f := range found {
+		if f.State == Fail {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,167 @@
+package doctor
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/podweir/podweir/internal/api"
+	"github.com/podweir/podweir/internal/firewall"
+)
+
+const veth = "pw0123456789a"
+
+// fakeHost is a node on which all is well.
+type fakeHost struct {
+	programs map[int][]string
+	pinned   map[int][]string
+	rules    string // of INPUT
+	errs     []error
+	sysctls  map[string]string
+	mtus     map[string]int
+	err      error
+}
+
+func newHost() *fakeHost {
+	h := &fakeHost{
+		programs: map[int][]string{
+			1: {"to_lo"}, 2: {"from_netdev", "to_netdev"}, 3: {"from_overlay", "to_overlay"}, 9: {"from_pod", "to_pod"},
+		},
+		sysctls: map[string]string{
+			"net/ipv4/conf/eth0/forwarding": "1",
+			"net/ipv4/ip_forward":           "1", "net/ipv6/conf/all/forwarding": "1", "net/ipv4/conf/all/send_redirects": "0",
+			"net/ipv4/conf/" + veth + "/forwarding": "1", "net/ipv4/conf/" + veth + "/proxy_arp": "0",
+			"net/ipv6/conf/" + veth + "/disable_ipv6": "0",
+		},
+		mtus: map[string]int{"lo": 65536, "eth0": 1500, "podweir.vxlan": 1450, veth: 1450},
+	}
+	for _, dev := range []string{veth, "podweir.vxlan"} {
+		h.sysctls["net/ipv4/conf/"+dev+"/rp_filter"] = "2"
+		h.sysctls["net/ipv4/conf/"+dev+"/send_redirects"] = "0"
+	}
+	h.pinned = maps.Clone(h.programs)
+	return h
+}
+
+func (h *fakeHost) Programs(i int) ([]string, error)  { return h.programs[i], h.err }
+func (h *fakeHost) Pinned() (map[int][]string, error) { return h.pinned, h.err }
+func (h *fakeHost) Devices() (map[string]int, error)  { return h.mtus, h.err }
+func (h *fakeHost) Sysctl(name string) (string, error) {
+	v, ok := h.sysctls[name]
+	if !ok {
+		return "", fs.ErrNotExist
+	}
+	return v, h.err
+}
+func (h *fakeHost) Firewall(context.Context) (firewall.Ruleset, []error) {
+	set, err := firewall.IPTables("iptables-legacy", "ip", "*filter\n:INPUT ACCEPT [0:0]\n:FORWARD DROP [0:0]\n"+h.rules+"\nCOMMIT\n")
+	if err != nil {
+		return set, append(h.errs, err)
+	}
+	return set, h.errs
+}
+
+func newStatus() *api.Status {
+	a := netip.MustParseAddr
+	return &api.Status{
+		Node: "node-a", Ready: true, RoutingMode: "vxlan", MTU: 1450,
+		Tunnel: api.Tunnel{Device: "podweir.vxlan", Port: 4789, Addr: a("172.31.0.2"), MTU: 1450},
+		Nodes:  []api.Node{{Name: "node-a", Self: true, Addr: a("172.31.0.2")}, {ID: 1, Name: "node-b", Addr: a("172.31.0.3")}},
+		Devices: []api.Device{
+			{Name: "lo", Ifindex: 1, Role: "netdev"},
+			{Name: "eth0", Ifindex: 2, Role: "netdev", Addrs: []netip.Addr{a("172.31.0.2")}},
+			{Name: "podweir.vxlan", Ifindex: 3, Role: "overlay"},
+			{Name: veth, Ifindex: 9, Role: "pod", Addrs: []netip.Addr{a("10.244.80.65")}},
+		},
+	}
+}
+
+func TestChecks(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		break_ func(*fakeHost, *Facts)
+		want   []string // "result check object: text", each a part of one finding in this order
+	}{
+		{"nothing", func(*fakeHost, *Facts) {}, nil},
+		{"no agent", func(_ *fakeHost, f *Facts) { f.Status, f.Agent = nil, errors.New("connection refused") },
+			[]string{"fail agent|connection refused", "warn mtu", "warn firewall", "warn qdiscs"}},
+		{"not ready", func(_ *fakeHost, f *Facts) { f.Status.NotReady = []string{"no lists"} }, []string{"fail agent|not ready: no lists"}},
+		{"a problem", func(_ *fakeHost, f *Facts) {
+			f.Status.Problems = []api.Problem{{Object: "Service default/web", Error: "bad"}}
+		}, []string{"warn agent|Service default/web|bad"}},
+		{"no maps", func(_ *fakeHost, f *Facts) { f.Maps = errors.New("no maps") }, []string{"fail maps|no maps"}},
+		{"a program", func(h *fakeHost, _ *Facts) { h.programs[9] = []string{"to_pod"} }, []string{"fail programs|Device " + veth + "|from_pod"}},
+		{"loopback's", func(h *fakeHost, _ *Facts) { delete(h.programs, 1) }, []string{"fail programs|Device lo|to_lo"}},
+		{"a program, without the agent", func(h *fakeHost, f *Facts) {
+			h.programs[2] = []string{"from_netdev"}
+			f.Status = nil
+		}, []string{"fail agent", "fail programs|index 2|to_netdev", "warn mtu", "warn firewall", "warn qdiscs"}},
+		{"forwarding", func(h *fakeHost, _ *Facts) { h.sysctls["net/ipv4/ip_forward"] = "0" }, []string{"fail sysctls|net.ipv4.ip_forward|is 0 and must be 1"}},
+		{"rp_filter", func(h *fakeHost, _ *Facts) { h.sysctls["net/ipv4/conf/"+veth+"/rp_filter"] = "1" }, []string{"fail sysctls|" + veth + ".rp_filter|must be 2"}},
+		{"a device's forwarding", func(h *fakeHost, _ *Facts) { h.sysctls["net/ipv4/conf/eth0/forwarding"] = "0" }, []string{"fail sysctls|net.ipv4.conf.eth0.forwarding"}},
+		{"proxy_arp of all", func(h *fakeHost, _ *Facts) { h.sysctls["net/ipv4/conf/all/proxy_arp"] = "1" }, []string{"warn sysctls|all.proxy_arp"}},
+		{"no IPv6 in the kernel", func(h *fakeHost, _ *Facts) { delete(h.sysctls, "net/ipv6/conf/all/forwarding") }, nil},
+		{"a small device", func(h *fakeHost, _ *Facts) { h.mtus["eth0"] = 1400 }, []string{"fail mtu|Device eth0|1350"}},
+		{"a small device, no tunnel", func(h *fakeHost, f *Facts) { h.mtus["eth0"], f.Status.RoutingMode = 1400, "direct" }, nil},
+		{"an old pod", func(_ *fakeHost, f *Facts) { f.Status.MTU, f.Status.Tunnel.MTU = 1350, 1350 }, []string{"warn mtu|" + veth + "|re-create"}},
+		{"blocked", func(h *fakeHost, _ *Facts) { h.rules = "-A INPUT -p udp -m udp --dport 4789 -j DROP" },
+			[]string{"fail firewall|iptables-legacy, table ip filter, chain INPUT|UDP port 4789) from node node-b: -A INPUT -p udp|iptables-legacy -t filter -I INPUT -p udp --dport 4789"}},
+		{"perhaps blocked", func(h *fakeHost, _ *Facts) {
+			h.rules = "-A INPUT -p udp -m udp --dport 4789 -m limit --limit 1/s -j DROP"
+		}, []string{"warn firewall|may drop"}},
+		{"protocol 4", func(h *fakeHost, _ *Facts) { h.rules = "-A INPUT -p ipencap -j DROP" }, nil},
+		{"protocol 4 is used", func(h *fakeHost, f *Facts) {
+			h.rules, f.Status.RoutingMode = "-A INPUT -p ipencap -j DROP", "ipip"
+		}, []string{"fail firewall|protocol 4"}},
+		{"rules that cannot be read", func(h *fakeHost, _ *Facts) { h.errs = []error{errors.New("no nft")} }, []string{"warn firewall|no nft"}},
+		{"passed by", func(_ *fakeHost, f *Facts) { f.Status.Devices[3].Bypassed = "filters" }, []string{"warn qdiscs|" + veth + "|10.244.80.65"}},
+		{"a qdisc", func(_ *fakeHost, f *Facts) { f.Status.Devices[3].Qdisc = "tbf" }, nil},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			h := newHost()
+			f := Facts{Status: newStatus(), Host: h}
+			c.break_(h, &f)
+			found := Run(t.Context(), f, Checks())
+			var bad []Finding
+			for _, x := range found {
+				if x.State != OK {
+					bad = append(bad, x)
+				}
+			}
+			failed := false
+			for i, w := range c.want {
+				parts := strings.Split(w, "|")
+				if i >= len(bad) {
+					t.Fatalf("%d findings %+v, want %q", len(bad), bad, c.want)
+				}
+				all := string(bad[i].State) + " " + bad[i].Check + " " + bad[i].Object + ": " + bad[i].Text + bad[i].WayOut
+				for _, p := range parts {
+					if !strings.Contains(all, p) {
+						t.Errorf("finding %q lacks %q", all, p)
+					}
+				}
+				failed = failed || strings.HasPrefix(w, "fail")
+			}
+			if len(bad) != len(c.want) {
+				t.Errorf("findings %+v, want %q", bad, c.want)
+			}
+			if Failed(found) != failed {
+				t.Errorf("failed: %v, want %v", Failed(found), failed)
+			}
+			// The others are well, and that forwarding is off hurts nobody.
+			for _, check := range Checks() {
+				if !slices.ContainsFunc(found, func(x Finding) bool { return x.Check == check.Name }) {
+					t.Errorf("nothing is said of %s", check.Name)
+				}
+			}
+			if !slices.ContainsFunc(found, func(x Finding) bool { return x.State == OK && strings.Contains(x.Text, "chain FORWARD") }) {
+				t.Errorf("FORWARD DROP is not noted: %+v", found)
+			}
+		})
+	}
+}
