@@ -20,6 +20,7 @@ import (
 	"github.com/podweir/podweir/internal/policy"
 	"github.com/podweir/podweir/internal/reconcile"
 	"github.com/podweir/podweir/internal/service"
+	"github.com/podweir/podweir/internal/sourceport"
 	"github.com/podweir/podweir/internal/table"
 	"github.com/podweir/podweir/internal/tunnel"
 )
@@ -31,6 +32,7 @@ type Datapath interface {
 	AttachOverlay(ctx context.Context, ifindex int, name string) error
 	AttachLoopback(ctx context.Context, ifindex int, name string) error
 	SetOverlay(ctx context.Context, ifindex int) error
+	SetSourcePorts(ctx context.Context, ports []sourceport.Range) error
 	Detach(ctx context.Context, ifindex int) error
 	Verify(ctx context.Context) ([]string, error)
 }
@@ -45,6 +47,7 @@ type Stack interface {
 	SyncSysctls(outside []node.Device) error
 	Way(addr netip.Addr) (w node.Way, ok bool, err error)
 	WorldRoutes() (uint64, error)
+	LocalPorts() (sourceport.Range, error)
 }
 
 // Options are the settings of the loop.
@@ -57,8 +60,9 @@ type Options struct {
 	NodePorts     service.PortRange    // zero = any port
 	NodePortAddrs tunnel.NodePortAddrs // where they answer; zero = on all addresses
 	MaglevSize    uint32               // 0 = by the number of backends
-	Settled       func()               // see [Config]
-	Now           func() time.Time     // the clock of health and of what is deleted later; nil = time.Now
+	Masquerade    Masquerade
+	Settled       func()           // see [Config]
+	Now           func() time.Time // the clock of health and of what is deleted later; nil = time.Now
 	Log           *slog.Logger
 }
 
@@ -120,7 +124,8 @@ type world struct {
 	overlay  int
 	ways     map[netip.Addr]node.Way // to the other nodes' addresses
 	leaving  leaving
-	mtu      int // of the overlay device and of pods
+	mtu      int                // of the overlay device and of pods
+	ports    []sourceport.Range // that sources are translated to
 	attached map[int]string
 	cidrs    []netip.Prefix
 	in       peerInput

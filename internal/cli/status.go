@@ -119,6 +119,7 @@ func (s *session) printStatus(v *statusView) error {
 		if len(a.ServiceCIDRs) > 0 {
 			line("Service ranges", "%s", strings.Join(texts(a.ServiceCIDRs), ", "))
 		}
+		line("Masquerade", "%s", a.Masquerade)
 		line("Nodes", "%d", len(a.Nodes))
 		line("Pod MTU", "%d", a.MTU)
 		for _, d := range a.Devices {
