@@ -37,7 +37,7 @@ func TestBadFlags(t *testing.T) {
 		{"--service-node-port-range 0-10", "no range of ports"},
 		{"--service-node-port-range 200-100", "no range of ports"},
 		{"--service-node-port-range 30000-70000", "no range of ports"},
-		{"--service-node-port-range 1024-29999", "too few"},
+		{"--service-node-port-range 1-65000", "leaves 535 of the ports"},
 		{"--nodeport-addresses 10.0.0.1", "neither a range"},
 		{"--nodeport-addresses primary,10.0.0.0/8", "stands alone"},
 		{"--nodeport-addresses ::ffff:10.0.0.0/104", "write it as IPv4"},
