@@ -12,14 +12,21 @@
 #include "flow.h"
 #include "nat.h"
 
-/* The embedded packet's tuple, turned round: the direction the error takes. */
-__noinline int pw_embedded(struct __sk_buff *skb, __u32 off, __u32 v6, struct pw_flow_key *k)
+/*
+ * The embedded packet's tuple, turned round: the direction the error takes.
+ * What a frame has behind the error's own end is not quoted.
+ */
+__noinline int pw_embedded(struct __sk_buff *skb, const struct pw_pkt *p, struct pw_flow_key *k)
 {
 	__be16 ports[2] = {};
 	__u8 icmp[8];
+	__u32 off, end, v6;
 
-	if (!k)
+	if (!p || !k)
 		return PW_DROP_HELPER;
+	v6 = p->v6;
+	off = p->l4 + sizeof(struct pw_icmphdr);
+	end = ETH_HLEN + pw_packet_len(skb, p);
 	__builtin_memset(k, 0, sizeof(*k));
 	if (v6) {
 		struct ipv6hdr ip;
@@ -49,18 +56,20 @@ __noinline int pw_embedded(struct __sk_buff *skb, __u32 off, __u32 v6, struct pw
 	if (k->proto == IPPROTO_TCP || k->proto == IPPROTO_UDP || k->proto == PW_PROTO_SCTP) {
 		if (bpf_skb_load_bytes(skb, off, ports, sizeof(ports)))
 			return PW_DROP_MALFORMED;
+		off += sizeof(ports);
 		k->dport = bpf_ntohs(ports[0]);
 		k->sport = bpf_ntohs(ports[1]);
 	} else if (k->proto == IPPROTO_ICMP || k->proto == IPPROTO_ICMPV6) {
 		if (bpf_skb_load_bytes(skb, off, icmp, sizeof(icmp)))
 			return PW_DROP_MALFORMED;
+		off += sizeof(icmp);
 		/* Turned round: the request's identifier is the reply's dport. */
 		if (icmp[0] == (v6 ? PW_ICMP6_ECHO : PW_ICMP_ECHO))
 			k->dport = (icmp[4] << 8) | icmp[5];
 		else if (icmp[0] == (v6 ? PW_ICMP6_ECHO_REPLY : PW_ICMP_ECHO_REPLY))
 			k->sport = (icmp[4] << 8) | icmp[5];
 	}
-	return 0;
+	return off > end ? PW_DROP_MALFORMED : 0;
 }
 
 /*
@@ -75,8 +84,7 @@ __noinline int pw_error_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
 
 	if (!p || !s)
 		return 0;
-	if (pw_embedded(skb, p->l4 + sizeof(struct pw_icmphdr), p->v6, &s->embedded) ||
-	    !pw_addr_eq(&s->embedded.dst, &p->key.dst))
+	if (pw_embedded(skb, p, &s->embedded) || !pw_addr_eq(&s->embedded.dst, &p->key.dst))
 		return 0;
 	f = pw_flow_find(&s->embedded);
 	if (!f)
@@ -226,7 +234,7 @@ __noinline int pw_icmp_error(struct __sk_buff *skb, struct pw_pkt *p)
 	err = pw_check_source(p, src);
 	if (err)
 		return err;
-	err = pw_embedded(skb, p->l4 + sizeof(struct pw_icmphdr), p->v6, &s->embedded);
+	err = pw_embedded(skb, p, &s->embedded);
 	if (err)
 		return err;
 	/* From outside the cluster: of the flows that entered by the same node. */

@@ -254,7 +254,7 @@ func (r *result) ends() (reason, bool) {
 // skipped: packets that an earlier hook decided, and frames for others, are
 // let by uncounted.
 func (r *result) skipped() bool {
-	return egress(r.shot.hook) && r.shot.mark&0x1000 != 0 || r.shot.hook == fromNetdev && r.shot.other ||
+	return (egress(r.shot.hook) || r.shot.hook == fromOverlay) && r.shot.mark&0x1000 != 0 || r.shot.hook == fromNetdev && r.shot.other ||
 		(r.shot.hook == toNetdev || r.shot.hook == toLo) && r.shot.iif != ""
 }
 
@@ -277,7 +277,7 @@ func (r *result) broken() string {
 	stays := r.shot.hook == toNetdev && why == fwdWire && r.action == actNext && !r.newDestination()
 	want := actNext
 	switch {
-	case r.counts[refused] != 0:
+	case r.counts[refused] != 0, r.counts[tooBigSent] != 0:
 		want = actRedirect
 	case maps.IsDrop(why):
 		want = actDrop
@@ -308,8 +308,8 @@ const tunnelHeader = 50
 func (r *result) spoiled() string {
 	in, out := r.shot.pkt, r.out
 	switch {
-	case r.counts[refused] != 0:
-		return "" // another packet, see unanswered
+	case r.counts[refused] != 0, r.counts[tooBigSent] != 0:
+		return "" // another packet, see unanswered and wrongAnswer
 	case r.counts[fwdEncap] != 0:
 		if w := wrong(out); w != "" || len(out) != len(in)+tunnelHeader {
 			return w + " tunnel header is wrong"
