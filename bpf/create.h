@@ -8,8 +8,14 @@
 
 #include "flow.h"
 
-/* How many source ports are tried before a collision is given up. */
-#define PW_PORT_PROBES 32
+/* How many source ports are tried straight away. */
+#define PW_PORT_PROBES 8
+/* How many more are looked at, when most are taken, to find a free one. */
+#define PW_PORT_SEARCH 4096
+/* How often that may be another CPU's by the time that it is reserved. */
+#define PW_PORT_FINDS 8
+/* How long a destination without a free port is not searched, in nanoseconds. */
+#define PW_CROWDED_FOR 100000000ULL
 /*
  * How often an insert is tried where another CPU is just removing what was
  * there: that is over in less than a microsecond.
@@ -66,6 +72,11 @@ static long pw_insert_step(__u32 i, struct pw_inserting *c)
 	if (pw_new_add(key, c->val))
 		return 0;
 	if (!bpf_map_lookup_elem(&pw_flows, key)) {
+		/*
+		 * In a full LRU those that were never looked up go first, before
+		 * all that was left of confirmed flows: this counts as one.
+		 */
+		bpf_map_lookup_elem(&pw_flows_new, key);
 		c->result = PW_INSERTED;
 		return 1;
 	}
@@ -163,6 +174,9 @@ __noinline int pw_port_in_use(struct __sk_buff *skb, __u8 proto, __u16 port, int
 
 	if (!s)
 		return 1;
+	/* Answers to that would be taken for the tunnel's. */
+	if (!first && proto == IPPROTO_UDP && port == cfg_vxlan_port)
+		return 1;
 	if (s->snat || s->fwd.from.kind == PW_PLACE_HOST)
 		return pw_has_socket(skb, proto, &s->fwd.src, port, &s->fwd.dst, s->fwd.dport,
 				     first);
@@ -171,18 +185,97 @@ __noinline int pw_port_in_use(struct __sk_buff *skb, __u8 proto, __u16 port, int
 	       pw_has_socket(skb, proto, &s->fwd.dst, s->fwd.dport, &s->fwd.src, port, 1);
 }
 
+/* One of the ports that may be given away, each as likely as any other. */
+static __always_inline __u16 pw_port_any(void)
+{
+	__u32 total = 0, i, at;
+
+#pragma unroll
+	for (i = 0; i < PW_PORT_RANGES; i++)
+		total += cfg_ports[i].count;
+	at = ((__u64)bpf_get_prandom_u32() * total) >> 32;
+#pragma unroll
+	for (i = 0; i < PW_PORT_RANGES - 1; i++) {
+		if (at < cfg_ports[i].count)
+			break;
+		at -= cfg_ports[i].count;
+	}
+	return cfg_ports[i].first + at;
+}
+
+struct pw_port_search {
+	struct __sk_buff *skb;
+	__u32 found;
+	__u32 pad;
+};
+
+static long pw_port_step(__u32 i, struct pw_port_search *c)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_flow *f;
+
+	if (!s)
+		return 1;
+	s->rev_key.dport = pw_port_any();
+	f = pw_flow_find(&s->rev_key);
+	if (f && !pw_flow_expired(&s->rev_key, f, PW_SCRATCH_PACKET))
+		return 0;
+	if (pw_port_in_use(c->skb, s->rev_key.proto, s->rev_key.dport, 0))
+		return 0;
+	c->found = 1;
+	return 1;
+}
+
+/*
+ * Leaves a port in the scratch's rev_key that seems free, most being taken; 0
+ * if none was found. That costs as much as a hundred packets do: it is not
+ * tried again at once for a destination, or whoever holds all ports to one
+ * would make each further packet that dear.
+ */
+static __always_inline int pw_port_search(struct __sk_buff *skb, struct pw_scratch *s)
+{
+	struct pw_port_search c = { .skb = skb };
+	struct pw_crowded *crowded;
+	__u64 now = pw_now();
+	__u32 hash;
+
+	s->rev_key.dport = 0;
+	hash = pw_key_hash(&s->rev_key);
+	crowded = &s->crowded[hash % PW_CROWDED];
+	if (crowded->hash == hash && crowded->until > now)
+		return 0;
+	bpf_loop(PW_PORT_SEARCH, pw_port_step, &c, 0);
+	if (!c.found) {
+		crowded->hash = hash;
+		crowded->until = now + PW_CROWDED_FOR;
+	}
+	return c.found;
+}
+
+/* Reserves the source port in rev_key by the insert of the reply's entry. */
+static __always_inline int pw_port_reserve(struct pw_scratch *s)
+{
+	int err;
+
+	s->rev.key_hash = pw_key_hash(&s->rev_key);
+	err = pw_flow_insert(PW_REV);
+	if (err == PW_INSERTED) {
+		s->fwd.sport = s->rev_key.dport;
+		s->fwd.flags |= PW_F_XLATE;
+	}
+	return err;
+}
+
 /*
  * The reply tuple belongs to another live flow, or the source becomes this
- * node's: look for a source port whose reply tuple is free and reserve it by
- * the insert itself. Ports come from outside the NodePort and the usual local
- * range; bounded probing. An echo's identifier is its port. Protocols without
- * ports share an address as long as their reply tuples differ.
+ * node's: look for a source port whose reply tuple is free and reserve it.
+ * Most often the first will do; when nearly all are taken it is searched for,
+ * within bounds. An echo's identifier is its port. Protocols without ports
+ * share an address as long as their reply tuples differ.
  */
 __noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_key *key)
 {
 	struct pw_scratch *s = pw_get_scratch();
-	__u32 range = cfg_port_max - cfg_port_min + 1, start = bpf_get_prandom_u32();
-	__u16 port;
 	int i, err, ports;
 
 	if (!key || !s)
@@ -190,23 +283,19 @@ __noinline int pw_flow_other_port(struct __sk_buff *skb, const struct pw_flow_ke
 	ports = pw_has_translatable(key);
 	if (!ports && !s->snat)
 		return PW_DROP_FLOW_COLLISION;
-	for (i = 0; i < PW_PORT_PROBES; i++) {
-		/* An odd step visits distinct ports of the range. */
-		port = cfg_port_min + (start + i * 7919) % range;
-		if (!ports)
-			port = key->sport;
-		else if (pw_port_in_use(skb, key->proto, port, 0))
+	for (i = 0; i < PW_PORT_PROBES + PW_PORT_FINDS; i++) {
+		s->rev_key.dport = ports ? pw_port_any() : key->sport;
+		if (i >= PW_PORT_PROBES) {
+			if (!pw_port_search(skb, s))
+				break;
+		} else if (ports && pw_port_in_use(skb, key->proto, s->rev_key.dport, 0)) {
 			continue;
-		s->rev_key.dport = port;
-		s->rev.key_hash = pw_key_hash(&s->rev_key);
-		err = pw_flow_insert(PW_REV);
+		}
+		err = pw_port_reserve(s);
+		if (err == PW_INSERTED)
+			return 0;
 		if (err == PW_NO_ROOM)
 			return PW_DROP_FLOW_INSERT;
-		if (err == PW_INSERTED) {
-			s->fwd.sport = port;
-			s->fwd.flags |= PW_F_XLATE;
-			return 0;
-		}
 		if (!ports)
 			return PW_DROP_FLOW_COLLISION;
 	}

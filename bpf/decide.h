@@ -26,7 +26,7 @@ static __always_inline int pw_may_enter(const struct pw_target *src)
 /* A client of whom the cluster knows nothing. */
 static __always_inline int pw_is_outside(const struct pw_target *src)
 {
-	return !src->ifindex && !src->node && !src->flags;
+	return !src->ifindex && !src->node && !(src->flags & ~PW_PEER_PLAIN);
 }
 
 /* Who may enter and be answered from here, not by the entry node. */
@@ -119,6 +119,12 @@ __noinline int pw_route(struct __sk_buff *skb, const struct pw_addr *src, const 
 	return 0;
 }
 
+/* Do pods reach the destination under this node's address, if it is outside? */
+static __always_inline int pw_masquerades(const struct pw_target *dst)
+{
+	return pw_masquerade_to(&dst->addr) && !(dst->flags & PW_PEER_PLAIN);
+}
+
 /* Where the destination is. Fills fwd->to and what goes with it. */
 static __always_inline int pw_place(struct __sk_buff *skb, const struct pw_place *from,
 				    const struct pw_addr *src, const struct pw_target *dst,
@@ -149,7 +155,7 @@ static __always_inline int pw_place(struct __sk_buff *skb, const struct pw_place
 	 * outside it must be the tunnel: it leads the answer back here.
 	 */
 	if (dst->flags & PW_PEER_NODE &&
-	    (from->kind == PW_PLACE_HOST || (from->kind == PW_PLACE_POD && cfg_masquerade)))
+	    (from->kind == PW_PLACE_HOST || (from->kind == PW_PLACE_POD && pw_masquerades(dst))))
 		return pw_route(skb, src, &fwd->dst, fwd);
 	if (dst->node) {
 		/* What came for us is never sent on to a third node. */
@@ -231,7 +237,7 @@ static __always_inline int pw_source(const struct pw_pkt *p, struct pw_scratch *
 		/* By its service to itself: it would not take it from itself. */
 		if (s->fwd.service && pw_addr_eq(&s->fwd.dst, &p->key.src))
 			return pw_send_as(s, 0);
-		if (s->fwd.to.kind == PW_PLACE_WIRE && cfg_masquerade)
+		if (s->fwd.to.kind == PW_PLACE_WIRE && pw_masquerades(&s->dst))
 			return pw_send_as(s, s->fwd.to.id);
 		if (s->fwd.service && s->fwd.to.kind != PW_PLACE_HOST && pw_hides_callers(s))
 			return pw_send_as(s, 0);

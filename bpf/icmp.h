@@ -14,17 +14,20 @@
 #include "tunnel.h"
 
 /*
- * The embedded packet's tuple, turned round: the direction the error takes. The
- * error ends at end: what a short frame is padded with is no part of the quote.
+ * The embedded packet's tuple, turned round: the direction the error takes.
+ * What a frame has behind the error's own end is not quoted.
  */
-__noinline int pw_embedded(struct __sk_buff *skb, __u32 off, __u32 end, __u32 v6,
-			   struct pw_flow_key *k)
+__noinline int pw_embedded(struct __sk_buff *skb, const struct pw_pkt *p, struct pw_flow_key *k)
 {
 	__be16 ports[2] = {};
 	__u8 icmp[8];
+	__u32 off, end, v6;
 
-	if (!k)
+	if (!p || !k)
 		return PW_DROP_HELPER;
+	v6 = p->v6;
+	off = p->l4 + sizeof(struct pw_icmphdr);
+	end = ETH_HLEN + pw_packet_len(skb, p);
 	__builtin_memset(k, 0, sizeof(*k));
 	if (v6) {
 		struct ipv6hdr ip;
@@ -52,20 +55,22 @@ __noinline int pw_embedded(struct __sk_buff *skb, __u32 off, __u32 end, __u32 v6
 		off += ip.ihl * 4;
 	}
 	if (k->proto == IPPROTO_TCP || k->proto == IPPROTO_UDP || k->proto == PW_PROTO_SCTP) {
-		if (off + sizeof(ports) > end || bpf_skb_load_bytes(skb, off, ports, sizeof(ports)))
+		if (bpf_skb_load_bytes(skb, off, ports, sizeof(ports)))
 			return PW_DROP_MALFORMED;
+		off += sizeof(ports);
 		k->dport = bpf_ntohs(ports[0]);
 		k->sport = bpf_ntohs(ports[1]);
 	} else if (k->proto == IPPROTO_ICMP || k->proto == IPPROTO_ICMPV6) {
-		if (off + sizeof(icmp) > end || bpf_skb_load_bytes(skb, off, icmp, sizeof(icmp)))
+		if (bpf_skb_load_bytes(skb, off, icmp, sizeof(icmp)))
 			return PW_DROP_MALFORMED;
+		off += sizeof(icmp);
 		/* Turned round: the request's identifier is the reply's dport. */
 		if (icmp[0] == (v6 ? PW_ICMP6_ECHO : PW_ICMP_ECHO))
 			k->dport = (icmp[4] << 8) | icmp[5];
 		else if (icmp[0] == (v6 ? PW_ICMP6_ECHO_REPLY : PW_ICMP_ECHO_REPLY))
 			k->sport = (icmp[4] << 8) | icmp[5];
 	}
-	return 0;
+	return off > end ? PW_DROP_MALFORMED : 0;
 }
 
 /*
@@ -80,9 +85,7 @@ __noinline int pw_error_is_ours(struct __sk_buff *skb, struct pw_pkt *p)
 
 	if (!p || !s)
 		return 0;
-	if (pw_embedded(skb, p->l4 + sizeof(struct pw_icmphdr), ETH_HLEN + pw_packet_len(skb, p),
-			p->v6, &s->embedded) ||
-	    !pw_addr_eq(&s->embedded.dst, &p->key.dst))
+	if (pw_embedded(skb, p, &s->embedded) || !pw_addr_eq(&s->embedded.dst, &p->key.dst))
 		return 0;
 	f = pw_flow_find(&s->embedded);
 	if (!f)
@@ -148,8 +151,8 @@ __noinline int pw_learn_mtu(struct __sk_buff *skb, struct pw_pkt *p)
 	mtu = pw_told_mtu(skb, p);
 	off = p->l4 + sizeof(struct pw_icmphdr);
 	k = &s->embedded;
-	if (!mtu || pw_embedded(skb, off, ETH_HLEN + pw_packet_len(skb, p), p->v6, k) ||
-	    !pw_is_tunnel_end(&k->dst) || !pw_addr_eq(&k->dst, &p->key.dst))
+	if (!mtu || pw_embedded(skb, p, k) || !pw_is_tunnel_end(&k->dst) ||
+	    !pw_addr_eq(&k->dst, &p->key.dst))
 		return 0;
 	id = bpf_map_lookup_elem(&pw_node_ids, &k->src);
 	if (!id)
@@ -306,8 +309,7 @@ __noinline int pw_icmp_error(struct __sk_buff *skb, struct pw_pkt *p)
 	err = pw_check_source(p, src);
 	if (err)
 		return err;
-	err = pw_embedded(skb, p->l4 + sizeof(struct pw_icmphdr), ETH_HLEN + pw_packet_len(skb, p),
-			  p->v6, &s->embedded);
+	err = pw_embedded(skb, p, &s->embedded);
 	if (err)
 		return err;
 	/* From outside the cluster: of the flows that entered by the same node. */

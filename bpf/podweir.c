@@ -37,6 +37,7 @@ const volatile enum pw_policy_kind pw_btf_policy = PW_POL_PORT;
 const volatile enum pw_table_flags pw_btf_table = PW_TABLE_DEFAULT;
 const volatile enum pw_frag_state pw_btf_frag = PW_FRAG_PORTS;
 const volatile enum pw_churn_row pw_btf_churn = PW_CHURN_COUNTED;
+const volatile enum pw_families pw_btf_families = PW_IPV4;
 const volatile enum pw_backend_state pw_btf_backend = PW_BE_IN;
 /* So does a struct that is no map's key or value. */
 const struct pw_event *const volatile pw_btf_event = NULL;

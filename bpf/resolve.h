@@ -24,6 +24,12 @@ struct pw_target {
 	__u8 pad;
 };
 
+/* Are pods masqueraded towards addresses of this family? See PW_PEER_PLAIN. */
+static __always_inline int pw_masquerade_to(const struct pw_addr *dst)
+{
+	return cfg_masquerade & (pw_addr_is_v4(dst) ? PW_IPV4 : PW_IPV6);
+}
+
 static __always_inline __u32 pw_gen(__u32 slot)
 {
 	__u32 *gen = bpf_map_lookup_elem(&pw_gens, &slot);

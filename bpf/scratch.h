@@ -39,6 +39,14 @@ struct pw_told {
 };
 #define PW_TOLD 64
 
+/* A destination for which no source port was found, see pw_flow_other_port. */
+struct pw_crowded {
+	__u64 until; /* when it is searched again */
+	__u32 hash;
+	__u32 pad;
+};
+#define PW_CROWDED 16
+
 /* Working space. */
 struct pw_scratch {
 	struct pw_flow fwd;
@@ -66,6 +74,7 @@ struct pw_scratch {
 	__u32 pad2;
 	__u64 event_due[2];     /* see pw_tell; [1] of denials by policy */
 	struct pw_told told[PW_TOLD];
+	struct pw_crowded crowded[PW_CROWDED];
 	__u64 error_due; /* when the next ICMP error to outside would be due, see pw_may_tell */
 };
 

@@ -44,7 +44,8 @@ static __always_inline struct pw_service *pw_service_find(const struct pw_addr *
 /*
  * The frontend of a call from there. What another node sends here it has
  * translated, except for what it cannot know: a host port. Pods of other nodes
- * come to one under their own address if they are not masqueraded.
+ * come to one under their own address if they are not masqueraded: there as
+ * little as here.
  */
 static __always_inline struct pw_service *pw_service_called(const struct pw_flow_key *call,
 							    const struct pw_place *from)
@@ -54,10 +55,11 @@ static __always_inline struct pw_service *pw_service_called(const struct pw_flow
 
 	if (from->kind != PW_PLACE_NODE)
 		return pw_service_find(&dst, call->dport, call->proto, from->kind == PW_PLACE_WIRE);
-	if (cfg_masquerade || call->via)
+	if (call->via || (pw_masquerade_to(&dst) && !cfg_plain))
 		return NULL;
 	peer = bpf_map_lookup_elem(&pw_addrs, &dst);
-	if (!peer || !(peer->flags & PW_PEER_HOST))
+	if (!peer || !(peer->flags & PW_PEER_HOST) ||
+	    (pw_masquerade_to(&dst) && !(peer->flags & PW_PEER_PLAIN)))
 		return NULL;
 	return pw_service_lookup(&dst, call->dport, call->proto);
 }

@@ -7,7 +7,7 @@
 #ifndef PW_SETTINGS_H
 #define PW_SETTINGS_H
 
-#include <linux/types.h>
+#include "types.h"
 
 #define PW_SEC 1000000000ULL
 
@@ -21,20 +21,24 @@ const volatile __u32 cfg_mark = 0x1000;
 
 /*
  * Source ports given to flows whose own is taken: outside the NodePort range
- * and the usual ip_local_port_range.
+ * and ip_local_port_range, see loader.SourcePorts. Ranges without any end them.
  */
-const volatile __u16 cfg_port_min = 1024;
-const volatile __u16 cfg_port_max = 29999;
+const volatile struct pw_port_range cfg_ports[PW_PORT_RANGES] = {
+	{ .first = 1024, .count = 30000 - 1024 },
+	{ .first = 61000, .count = 65536 - 61000 },
+};
 
 /* --service-node-port-range: where a NodePort may be. */
 const volatile __u16 cfg_nodeport_min = 30000;
 const volatile __u16 cfg_nodeport_max = 32767;
 
 /*
- * Pods' packets to what is no pod and not this node leave under this node's
- * address; off, under their own.
+ * enum pw_families whose packets from pods to what is no pod and not this node
+ * leave under this node's address; the others under their own.
  */
-const volatile __u8 cfg_masquerade = 1;
+const volatile __u8 cfg_masquerade = PW_IPV4 | PW_IPV6;
+/* Some addresses are PW_PEER_PLAIN, an exception from that. */
+const volatile __u8 cfg_plain = 0;
 /* What enters from outside by a service goes on under this node's address. */
 const volatile __u8 cfg_snat = 0;
 /* To a backend on another node it keeps its address, and is answered from there. */

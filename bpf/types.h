@@ -466,6 +466,7 @@ enum pw_peer_flags {
 	PW_PEER_LOCAL = 16, /* this node's pod CIDR: no endpoint = blackhole */
 	PW_PEER_NODEPORT = 32, /* a node's address on which NodePorts answer */
 	PW_PEER_INTERNAL = 64, /* an InternalIP of this node: other nodes know it as ours */
+	PW_PEER_PLAIN = 128, /* pods go there under their own address */
 };
 
 /* What is known of an address: value of pw_addrs and of pw_prefixes. */
@@ -476,6 +477,20 @@ struct pw_peer {
 	__u32 flags;
 };
 PW_ASSERT_SIZE(struct pw_peer, 16);
+
+/* Families as bits of a setting. */
+enum pw_families {
+	PW_IPV4 = 1,
+	PW_IPV6 = 2,
+};
+
+/* Source ports that may be given away: count of them from first on. */
+struct pw_port_range {
+	__u16 first;
+	__u16 count;
+};
+PW_ASSERT_SIZE(struct pw_port_range, 4);
+#define PW_PORT_RANGES 4
 
 struct pw_prefix_key {
 	__u32 len; /* bits; IPv4 prefixes count from the v4-mapped start: 96 + n */

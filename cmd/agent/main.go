@@ -23,6 +23,7 @@ import (
 	"github.com/podweir/podweir/internal/heap"
 	"github.com/podweir/podweir/internal/loader"
 	"github.com/podweir/podweir/internal/service"
+	"github.com/podweir/podweir/internal/sourceport"
 	"github.com/podweir/podweir/internal/tunnel"
 )
 
@@ -51,15 +52,19 @@ type flags struct {
 	serviceCIDRs   []string
 	nodePorts      string
 	nodePortAddrs  []string
-	masquerade     bool
+	masquerade     string
+	plainCIDRs     []string
+	sourcePorts    []string
 	externalSource string
 	mode           string
 	logLevel       string
 	logFormat      string
 }
 
-func command() *cobra.Command {
-	var f flags
+func command() *cobra.Command { return commandOf(new(flags)) }
+
+// commandOf is the command that reads its flags into f.
+func commandOf(f *flags) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "podweir-agent",
 		Short: "Keeps this node's dataplane as the cluster's objects say",
@@ -99,8 +104,11 @@ When it stops, programs and maps stay in place and traffic goes on;
 	fs.BoolVar(&f.AcceptPlain, "accept-unencapsulated", false, "take packets of other nodes' pods that come without encapsulation, whatever the routing mode: while it is changed from or to direct or cross-subnet")
 	fs.StringVar(&f.nodePorts, "service-node-port-range", "30000-32767", "ports that NodePorts are looked for in: the API server's flag of the same name")
 	fs.StringSliceVar(&f.nodePortAddrs, "nodeport-addresses", nil, "ranges of node addresses that NodePorts answer on, or primary for the Node's InternalIPs (default: all)")
-	fs.BoolVar(&f.masquerade, "masquerade", true, "pods reach what is no pod under this node's address")
 	fs.StringVar(&f.externalSource, "external-source", "keep", "keep, dsr or snat: whether backends see the address of clients outside the cluster, and answer by the node that was called (keep) or directly (dsr), or see this node's")
+	fs.StringVar(&f.masquerade, "masquerade", "true", "true, false, ipv4 or ipv6: whether, or of which family, pods reach what is no pod under this node's address")
+	fs.Lookup("masquerade").NoOptDefVal = "true"
+	fs.StringSliceVar(&f.plainCIDRs, "non-masquerade-cidrs", nil, "ranges that pods reach under their own address all the same")
+	fs.StringSliceVar(&f.sourcePorts, "source-ports", nil, "ports that sources are translated to, such as 1024-29999,61000-65535 (default: all from 1024 on that are neither NodePorts nor in net.ipv4.ip_local_port_range)")
 	fs.Uint32Var(&f.MaglevSize, "maglev-table-size", 0, "entries of the tables that choose backends for clients outside, a prime, the same on all nodes (0: by the number of backends)")
 	fs.StringVar(&f.Cgroup, "cgroup", "", "folder of the cgroup (v2) whose processes get their services at connect(), or none (default: where cgroup2 is mounted, all processes)")
 	fs.Uint32Var(&f.EventsPerSec, "events-per-second", agent.DefaultEvents, "events about dropped packets, for podweir monitor, per second and CPU, at most 10000; 0 for none")
@@ -164,13 +172,12 @@ func (f *flags) complete() (err error) {
 	if f.NodePorts, err = service.ParsePortRange(f.nodePorts); err != nil {
 		return fmt.Errorf("--service-node-port-range: %w", err)
 	}
-	if _, _, err = loader.SourcePorts(f.NodePorts.Min, f.NodePorts.Max); err != nil {
-		return fmt.Errorf("--service-node-port-range: %w", err)
-	}
 	if f.NodePortAddrs, err = tunnel.ParseNodePortAddrs(f.nodePortAddrs); err != nil {
 		return fmt.Errorf("--nodeport-addresses: %w", err)
 	}
-	f.NoMasquerade = !f.masquerade
+	if err = f.completeMasquerade(); err != nil {
+		return err
+	}
 	switch f.externalSource {
 	case "keep", "dsr", "snat":
 		f.ExternalSNAT = f.externalSource == "snat"
@@ -214,6 +221,41 @@ func (f *flags) complete() (err error) {
 		}
 	}
 	return f.absolute()
+}
+
+// completeMasquerade reads the flags about translated sources.
+func (f *flags) completeMasquerade() (err error) {
+	m := &f.Masquerade
+	*m = agent.Masquerade{}
+	switch on, err := strconv.ParseBool(f.masquerade); {
+	case err == nil:
+		m.Off4, m.Off6 = !on, !on
+	case strings.EqualFold(f.masquerade, "ipv4"):
+		m.Off6 = true
+	case strings.EqualFold(f.masquerade, "ipv6"):
+		m.Off4 = true
+	default:
+		return fmt.Errorf("--masquerade %q: must be true, false, ipv4 or ipv6", f.masquerade)
+	}
+	for _, s := range f.plainCIDRs {
+		p, err := netip.ParsePrefix(strings.TrimSpace(s))
+		if err != nil {
+			return fmt.Errorf("--non-masquerade-cidrs %q is no range such as 10.0.0.0/8: %w", s, err)
+		}
+		if err := tunnel.CheckPlain(p); err != nil {
+			return fmt.Errorf("--non-masquerade-cidrs %w", err)
+		}
+		m.Except = append(m.Except, p)
+	}
+	if m.Ports, err = sourceport.Parse(f.sourcePorts); err != nil {
+		return fmt.Errorf("--source-ports: %w", err)
+	}
+	if len(m.Ports) == 0 {
+		if _, _, err = sourceport.Choose(sourceport.Range(f.NodePorts), sourceport.Range{}); err != nil {
+			return fmt.Errorf("--service-node-port-range: %w", err)
+		}
+	}
+	return nil
 }
 
 // absolute checks the paths, of which an empty one would stand for the working

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"fmt"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -36,7 +37,7 @@ func TestBadFlags(t *testing.T) {
 		{"--service-node-port-range 0-10", "no range of ports"},
 		{"--service-node-port-range 200-100", "no range of ports"},
 		{"--service-node-port-range 30000-70000", "no range of ports"},
-		{"--service-node-port-range 1024-29999", "too few"},
+		{"--service-node-port-range 1-65000", "leaves 535 of the ports"},
 		{"--nodeport-addresses 10.0.0.1", "neither a range"},
 		{"--nodeport-addresses primary,10.0.0.0/8", "stands alone"},
 		{"--nodeport-addresses ::ffff:10.0.0.0/104", "write it as IPv4"},
@@ -80,7 +81,7 @@ func TestCleanupOfNoFolder(t *testing.T) {
 
 func TestFlagDefaults(t *testing.T) {
 	f := flags{serviceCIDRs: []string{"10.96.0.0/12", " fd00:10:98::/112"}, logLevel: "info", logFormat: "json", mode: "vxlan",
-		nodePorts: "30000-32767", masquerade: true, externalSource: "keep"}
+		nodePorts: "30000-32767", masquerade: "true", externalSource: "keep"}
 	f.Mark, f.BPFFS, f.StateDir, f.Socket = 0x1000, "bpf", "/var/lib/podweir", "/run/podweir/agent.sock"
 	if err := f.complete(); err != nil {
 		t.Fatal(err)
@@ -89,9 +90,49 @@ func TestFlagDefaults(t *testing.T) {
 	if !slices.Equal(f.ServiceCIDRs, want) || f.NodeName == "" || f.Log == nil || f.Version == "" || !filepath.IsAbs(f.BPFFS) {
 		t.Errorf("%+v", f.Config)
 	}
-	if f.NodePorts != (service.PortRange{Min: 30000, Max: 32767}) || f.NoMasquerade || f.ExternalSNAT || f.MaglevSize != 0 ||
+	if f.NodePorts != (service.PortRange{Min: 30000, Max: 32767}) || f.Masquerade.Off4 || f.Masquerade.Off6 || f.Masquerade.Ports != nil || f.ExternalSNAT || f.MaglevSize != 0 ||
 		f.NodePortAddrs.Primary || f.NodePortAddrs.In != nil {
 		t.Errorf("%+v", f.Config)
+	}
+}
+
+func TestMasqueradeFlags(t *testing.T) {
+	for _, tt := range []struct {
+		args string
+		want string
+		bad  string
+	}{
+		{args: "", want: "{false false [] []}"},
+		{args: "--masquerade", want: "{false false [] []}"},
+		{args: "--masquerade=false", want: "{true true [] []}"},
+		{args: "--masquerade=0", want: "{true true [] []}"},
+		{args: "--masquerade=IPv4", want: "{false true [] []}"},
+		{args: "--masquerade=ipv6", want: "{true false [] []}"},
+		{args: "--masquerade=5", bad: "must be true, false, ipv4 or ipv6"},
+		{args: "--non-masquerade-cidrs=10.0.0.0/8,fd00::/8", want: "{false false [10.0.0.0/8 fd00::/8] []}"},
+		{args: "--non-masquerade-cidrs=10.0.0.1/8", bad: "did you mean 10.0.0.0/8"},
+		{args: "--non-masquerade-cidrs=0.0.0.0/0", bad: "is everything"},
+		{args: "--non-masquerade-cidrs=::/0", bad: "is everything"},
+		{args: "--non-masquerade-cidrs=::/8", bad: "name IPv4 ranges as such"},
+		{args: "--non-masquerade-cidrs=::ffff:10.0.0.0/104", bad: "name IPv4 ranges as such"},
+		{args: "--non-masquerade-cidrs=ten", bad: "is no range"},
+		{args: "--source-ports=61000-65535,2000", want: "{false false [] [2000 61000-65535]}"},
+		{args: "--source-ports=2000-1000", bad: "--source-ports"},
+		{args: "--service-node-port-range=1-65535", bad: "leaves 0 of the ports"},
+		{args: "--service-node-port-range=1-65535 --source-ports=1024-2047", want: "{false false [] [1024-2047]}"},
+	} {
+		var f flags
+		cmd := commandOf(&f)
+		err := cmd.ParseFlags(strings.Fields(tt.args))
+		if err == nil {
+			err = f.complete()
+		}
+		switch {
+		case tt.bad != "" && (err == nil || !strings.Contains(err.Error(), tt.bad)):
+			t.Errorf("%s: error %v, want %s", tt.args, err, tt.bad)
+		case tt.bad == "" && (err != nil || fmt.Sprint(f.Masquerade) != tt.want):
+			t.Errorf("%s: %v, %v", tt.args, f.Masquerade, err)
+		}
 	}
 }
 

@@ -20,6 +20,7 @@ import (
 	"github.com/podweir/podweir/internal/policy"
 	"github.com/podweir/podweir/internal/reconcile"
 	"github.com/podweir/podweir/internal/service"
+	"github.com/podweir/podweir/internal/sourceport"
 	"github.com/podweir/podweir/internal/table"
 	"github.com/podweir/podweir/internal/tunnel"
 )
@@ -31,6 +32,7 @@ type Datapath interface {
 	AttachOverlay(ctx context.Context, ifindex int, name string) error
 	AttachLoopback(ctx context.Context, ifindex int, name string) error
 	SetOverlay(ctx context.Context, ifindex int) error
+	SetSourcePorts(ctx context.Context, ports []sourceport.Range) error
 	Detach(ctx context.Context, ifindex int) error
 	Verify(ctx context.Context) ([]string, error)
 }
@@ -46,6 +48,7 @@ type Stack interface {
 	Way(addr netip.Addr) (w node.Way, ok bool, err error)
 	WorldRoutes() (uint64, error)
 	Qdiscs() (map[int]node.Qdisc, error)
+	LocalPorts() (sourceport.Range, error)
 }
 
 // Options are the settings of the loop.
@@ -59,8 +62,9 @@ type Options struct {
 	NodePorts     service.PortRange    // zero = any port
 	NodePortAddrs tunnel.NodePortAddrs // where they answer; zero = on all addresses
 	MaglevSize    uint32               // 0 = by the number of backends
-	Settled       func()               // see [Config]
-	Now           func() time.Time     // the clock of health and of what is deleted later; nil = time.Now
+	Masquerade    Masquerade
+	Settled       func()           // see [Config]
+	Now           func() time.Time // the clock of health and of what is deleted later; nil = time.Now
 	Log           *slog.Logger
 }
 
@@ -128,6 +132,7 @@ type world struct {
 	leaving  leaving
 	mtu      tunnel.MTU
 	qdiscs   map[int]node.Qdisc // of pods' devices
+	ports    []sourceport.Range // that sources are translated to
 	attached map[int]string
 	cidrs    []netip.Prefix
 	in       peerInput

@@ -13,6 +13,7 @@ import (
 	"github.com/podweir/podweir/internal/bpf"
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/internal/node"
+	"github.com/podweir/podweir/internal/sourceport"
 )
 
 // fakeDatapath has the kernel's maps and no programs.
@@ -22,6 +23,7 @@ type fakeDatapath struct {
 	mu       sync.Mutex
 	attached map[int]string
 	overlay  int
+	ports    []sourceport.Range
 	bad      map[string]error // by device
 }
 
@@ -71,6 +73,13 @@ func (d *fakeDatapath) SetOverlay(_ context.Context, ifindex int) error {
 	return nil
 }
 
+func (d *fakeDatapath) SetSourcePorts(_ context.Context, ports []sourceport.Range) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.ports = ports
+	return nil
+}
+
 func (d *fakeDatapath) Detach(_ context.Context, ifindex int) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -102,11 +111,13 @@ type fakeStack struct {
 	world    uint64
 	ways     map[netip.Addr]node.Way // those that are not by the first device
 	qdiscs   map[int]node.Qdisc
+	local    sourceport.Range
 }
 
 func newFakeStack() *fakeStack {
 	return &fakeStack{
 		events: make(chan struct{}, 1),
+		local:  sourceport.Range{Min: 32768, Max: 60999},
 		list: []node.Device{{Index: 2, Name: "eth0", MTU: 1500, Up: true, Default: true,
 			Addrs: []netip.Addr{netip.MustParseAddr("172.31.0.2")}}},
 	}
@@ -154,6 +165,12 @@ func (s *fakeStack) Qdiscs() (map[int]node.Qdisc, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return gomaps.Clone(s.qdiscs), nil
+}
+
+func (s *fakeStack) LocalPorts() (sourceport.Range, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.local, nil
 }
 
 func (s *fakeStack) SyncSysctls([]node.Device) error { return nil }

@@ -162,6 +162,7 @@ func (a *Agent) syncStack(ctx context.Context) {
 	a.problem("tunnel device", "", err)
 	a.readQdiscs()
 	a.problem("sysctls", "", a.stack.SyncSysctls(w.outside))
+	a.syncSourcePorts(ctx)
 }
 
 // syncPeers tells tunnel and policy what changed and writes the difference.
@@ -182,7 +183,7 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 		Pods: pods.objects, Gone: pods.deleted,
 		Rest: &tunnel.Input{
 			Self: a.opt.NodeName, Nodes: w.nodes, HostAddrs: hostAddrs, NodePorts: a.opt.NodePortAddrs,
-			ServiceCIDRs: w.cidrs, Local: local,
+			ServiceCIDRs: w.cidrs, Plain: a.opt.Masquerade.Except, Local: local,
 		},
 	})
 	p := a.policy.Compile(policy.Changes{Pods: pods.owners, Gone: pods.gone, Rest: rest})

@@ -58,9 +58,9 @@ type Config struct {
 	AcceptPlain   bool                 // take what other nodes' pods send without a header, whatever the mode
 	NodePorts     service.PortRange    // where the API server takes NodePorts from
 	NodePortAddrs tunnel.NodePortAddrs // on which they answer; zero = on all
-	NoMasquerade  bool                 // pods reach the world under their own addresses
 	ExternalSNAT  bool                 // callers of external frontends under this node's
 	ExternalDSR   bool                 // clients outside are answered by the backend's node
+	Masquerade    Masquerade           // under which addresses and ports pods reach the world
 	MaglevSize    uint32               // of every table, a prime; 0 = by the number of backends
 	EventsPerSec  uint32               // about drops, per CPU; 0 = none
 	Mark          uint32
@@ -158,11 +158,20 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	if err != nil {
 		return err
 	}
+	local, err := stack.LocalPorts()
+	if err != nil {
+		return err
+	}
+	ports, _, err := cfg.Masquerade.chosen(cfg.NodePorts, local) // the loop reports a shortage
+	if err != nil {
+		return err
+	}
 	dp, err := loader.Load(ctx, loader.Config{
 		BPFFS: cfg.BPFFS, OverlayIfindex: overlay, VNI: DefaultVNI, Mark: cfg.Mark,
 		NodePortMin: cfg.NodePorts.Min, NodePortMax: cfg.NodePorts.Max,
 		EventsPerSec: cfg.EventsPerSec, NoEvents: cfg.EventsPerSec == 0,
-		NoMasquerade: cfg.NoMasquerade, SNAT: cfg.ExternalSNAT, DSR: cfg.ExternalDSR, Log: log,
+		NoMasquerade4: cfg.Masquerade.Off4, NoMasquerade6: cfg.Masquerade.Off6, Plain: len(cfg.Masquerade.Except) > 0,
+		SourcePorts: ports, SNAT: cfg.ExternalSNAT, DSR: cfg.ExternalDSR, Log: log,
 	})
 	if err != nil {
 		return err
@@ -182,7 +191,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	alloc := new(ipam.Allocator)
 	a, err := New(Options{
 		NodeName: cfg.NodeName, ServiceCIDRs: cfg.ServiceCIDRs, MTU: cfg.MTU, VNI: DefaultVNI, Mode: cfg.Mode, AcceptPlain: cfg.AcceptPlain,
-		NodePorts: cfg.NodePorts, NodePortAddrs: cfg.NodePortAddrs, MaglevSize: cfg.MaglevSize, Settled: cfg.Settled, Log: log,
+		NodePorts: cfg.NodePorts, NodePortAddrs: cfg.NodePortAddrs, MaglevSize: cfg.MaglevSize, Masquerade: cfg.Masquerade, Settled: cfg.Settled, Log: log,
 	}, tables, dp, stack, alloc)
 	if err != nil {
 		return err

@@ -69,6 +69,7 @@ func (a *Agent) Status(ctx context.Context) (api.Status, error) {
 			Addr: w.self.Addr, MAC: w.self.MAC.String(), MTU: w.mtu.Tunnel,
 		}
 		s.ServiceCIDRs = w.cidrs
+		s.Masquerade = a.masquerade()
 	})
 	return s, err
 }

@@ -2,6 +2,7 @@ package api
 
 import (
 	"net/netip"
+	"strings"
 	"time"
 )
 
@@ -52,6 +53,44 @@ type Status struct {
 	Sockets Sockets `json:"sockets"`
 	// ServiceCIDRs are the service ranges in force.
 	ServiceCIDRs []netip.Prefix `json:"serviceCIDRs,omitempty"`
+	// Masquerade says under whose address pods reach the world.
+	Masquerade Masquerade `json:"masquerade"`
+}
+
+// Masquerade says under whose address pods reach the world.
+type Masquerade struct {
+	// IPv4 and IPv6: under this node's.
+	IPv4 bool `json:"ipv4"`
+	IPv6 bool `json:"ipv6"`
+	// Except are ranges that pods reach under their own address all the same.
+	Except []netip.Prefix `json:"except,omitempty"`
+	// SourcePorts are ranges of ports that sources are translated to.
+	SourcePorts []string `json:"sourcePorts,omitempty"`
+}
+
+func (m Masquerade) String() string {
+	how := "off"
+	switch {
+	case m.IPv4 && m.IPv6:
+		how = "IPv4 and IPv6"
+	case m.IPv4:
+		how = "IPv4"
+	case m.IPv6:
+		how = "IPv6"
+	}
+	if len(m.Except) > 0 && (m.IPv4 || m.IPv6) {
+		how += ", not to"
+		for i, p := range m.Except {
+			if i > 0 {
+				how += ","
+			}
+			how += " " + p.String()
+		}
+	}
+	if len(m.SourcePorts) > 0 {
+		how += "; source ports " + strings.Join(m.SourcePorts, ", ")
+	}
+	return how
 }
 
 // Source is one place that objects come from.

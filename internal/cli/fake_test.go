@@ -383,6 +383,7 @@ func planAgent() fakeAgent {
 			Sockets:      api.Sockets{Cgroup: "/sys/fs/cgroup", Attached: true},
 			Tunnel:       api.Tunnel{Device: "podweir.vxlan", VNI: 4096, Port: 4789, Addr: ip("172.31.0.2"), MAC: "02:01:01:01:01:02", MTU: 1450},
 			ServiceCIDRs: []netip.Prefix{pfx("10.98.0.0/16"), pfx("fd00:10:98::/112")},
+			Masquerade:   api.Masquerade{IPv4: true, IPv6: true, Except: []netip.Prefix{pfx("10.0.0.0/8"), pfx("fd00::/8")}, SourcePorts: []string{"1024-29999", "61000-65535"}},
 		},
 		api.PathServices: api.Services{Services: []api.Service{
 			{Namespace: "default", Name: "web", Port: "http", ID: 12}, {Namespace: "default", Name: "web", Port: "http", ID: 13},

@@ -119,6 +119,7 @@ func (s *session) printStatus(v *statusView) error {
 		if len(a.ServiceCIDRs) > 0 {
 			line("Service ranges", "%s", strings.Join(texts(a.ServiceCIDRs), ", "))
 		}
+		line("Masquerade", "%s", a.Masquerade)
 		line("Nodes", "%d", len(a.Nodes))
 		if a.RoutingMode != "" {
 			accepts := ""

@@ -18,6 +18,7 @@ import (
 
 	"github.com/podweir/podweir/internal/bpf"
 	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/internal/sourceport"
 )
 
 // DefaultBPFFS is where maps and links are pinned unless told otherwise.
@@ -32,16 +33,19 @@ type Config struct {
 	Mark           uint32 // skb mark bit of decided packets, default 0x1000
 	NodePortMin    uint16 // range of NodePorts, default 30000-32767
 	NodePortMax    uint16
-	NoMasquerade   bool   // pods' packets leave under the pods' own addresses
-	SNAT           bool   // callers of external frontends go on under this node's address
-	DSR            bool   // a backend on another node answers clients outside by itself
-	EventsPerSec   uint32 // events about drops, per CPU, default 100
-	NoEvents       bool   // none at all
-	NetnsCookie    uint64 // whose sockets are translated; default: this thread's namespace's
-	FlowsMax       uint32 // entries of pw_flows, two a flow
-	FlowsNewMax    uint32 // entries of pw_flows_new
-	ForceClsact    bool   // do not use tcx even where the kernel has it
-	Defrag         bool   // the kernel reassembles what is left to it; Load finds out
+	SNAT           bool               // callers of external frontends go on under this node's address
+	DSR            bool               // a backend on another node answers clients outside by itself
+	EventsPerSec   uint32             // events about drops, per CPU, default 100
+	NoEvents       bool               // none at all
+	NetnsCookie    uint64             // whose sockets are translated; default: this thread's namespace's
+	FlowsMax       uint32             // entries of pw_flows, two a flow
+	FlowsNewMax    uint32             // entries of pw_flows_new
+	ForceClsact    bool               // do not use tcx even where the kernel has it
+	Defrag         bool               // the kernel reassembles what is left to it; Load finds out
+	NoMasquerade4  bool               // pods' packets leave under the pods' own addresses
+	NoMasquerade6  bool               // the same of IPv6
+	Plain          bool               // some of the maps' addresses and prefixes are PeerPlain
+	SourcePorts    []sourceport.Range // to translate sources to, default 1024-29999 and 61000-65535
 	Log            *slog.Logger
 }
 
@@ -137,20 +141,17 @@ func Spec(cfg Config) (*ebpf.CollectionSpec, error) {
 	set("cfg_netns_cookie", cfg.NetnsCookie != 0, cfg.NetnsCookie)
 	set("cfg_events_per_sec", cfg.EventsPerSec != 0, cfg.EventsPerSec)
 	set("cfg_events_per_sec", cfg.NoEvents, uint32(0))
-	set("cfg_masquerade", cfg.NoMasquerade, uint8(0))
+	set("cfg_masquerade", true, masqueraded(cfg))
+	set("cfg_plain", cfg.Plain, uint8(1))
 	set("cfg_snat", cfg.SNAT, uint8(1))
 	set("cfg_defrag", cfg.Defrag, uint8(1))
 	set("cfg_dsr", cfg.DSR, uint8(1))
-	if cfg.NodePortMin != 0 {
-		low, high, e := SourcePorts(cfg.NodePortMin, cfg.NodePortMax)
-		if e != nil {
-			return nil, e
-		}
-		set("cfg_nodeport_min", true, cfg.NodePortMin)
-		set("cfg_nodeport_max", true, cfg.NodePortMax)
-		set("cfg_port_min", true, low)
-		set("cfg_port_max", true, high)
+	set("cfg_nodeport_min", cfg.NodePortMin != 0, cfg.NodePortMin)
+	set("cfg_nodeport_max", cfg.NodePortMin != 0, cfg.NodePortMax)
+	if len(cfg.SourcePorts) > sourceport.Max {
+		return nil, fmt.Errorf("source ports %v: more than %d ranges", cfg.SourcePorts, sourceport.Max)
 	}
+	set("cfg_ports", len(cfg.SourcePorts) > 0, portRanges(cfg.SourcePorts))
 	if err != nil {
 		return nil, err
 	}
@@ -163,19 +164,24 @@ func Spec(cfg Config) (*ebpf.CollectionSpec, error) {
 	return spec, nil
 }
 
-// SourcePorts returns the range of source ports that flows are translated to:
-// the larger part of 1024-29999 that no NodePort is in.
-func SourcePorts(nodePortMin, nodePortMax uint16) (low, high uint16, err error) {
-	const first, last, enough = 1024, 29999, 1024
-	below, above := min(int(nodePortMin)-1, last), max(int(nodePortMax)+1, first)
-	from, to := first, below
-	if last-above > below-first {
-		from, to = above, last
+// masqueraded are the families (enum pw_families) whose pods are.
+func masqueraded(cfg Config) uint8 {
+	var out bpf.DpPwFamilies
+	if !cfg.NoMasquerade4 {
+		out |= bpf.DpPwFamiliesPW_IPV4
 	}
-	if to-from+1 < enough {
-		return 0, 0, fmt.Errorf("the range of NodePorts %d-%d leaves too few of the ports %d-%d to translate sources to: %d are needed", nodePortMin, nodePortMax, first, last, enough)
+	if !cfg.NoMasquerade6 {
+		out |= bpf.DpPwFamiliesPW_IPV6
 	}
-	return uint16(from), uint16(to), nil
+	return uint8(out)
+}
+
+// portRanges is what the programs know of ranges of ports.
+func portRanges(list []sourceport.Range) (out [sourceport.Max]bpf.DpPwPortRange) {
+	for i, r := range list {
+		out[i] = bpf.DpPwPortRange{First: r.Min, Count: uint16(r.Len())}
+	}
+	return out
 }
 
 // Maps returns the datapath's maps.
@@ -191,13 +197,37 @@ func (d *Datapath) SetOverlay(ctx context.Context, ifindex int) error {
 	}
 	cfg := d.cfg
 	cfg.OverlayIfindex = ifindex
+	if err := d.reload(cfg); err != nil {
+		return fmt.Errorf("tunnel device %d: %w", ifindex, err)
+	}
+	return nil
+}
+
+// SetSourcePorts makes the programs translate the sources of new flows to
+// other ports, in the same way.
+func (d *Datapath) SetSourcePorts(ctx context.Context, ports []sourceport.Range) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if slices.Equal(ports, d.cfg.SourcePorts) {
+		return nil
+	}
+	cfg := d.cfg
+	cfg.SourcePorts = slices.Clone(ports)
+	if err := d.reload(cfg); err != nil {
+		return fmt.Errorf("source ports %v: %w", ports, err)
+	}
+	return nil
+}
+
+// reload puts programs with the settings of cfg in place of those attached.
+func (d *Datapath) reload(cfg Config) error {
 	spec, err := Spec(cfg)
 	if err != nil {
 		return err
 	}
 	var objs bpf.DpObjects
 	if err := loadInto(spec, mapsDir(cfg.BPFFS), &objs); err != nil {
-		return fmt.Errorf("load datapath for tunnel device %d: %w", ifindex, verifierDetail(err))
+		return fmt.Errorf("load datapath anew: %w", verifierDetail(err))
 	}
 	if err := d.pinCalls(objs.PwCalls); err != nil {
 		return errors.Join(err, objs.Close())

@@ -17,6 +17,7 @@ import (
 
 	"github.com/podweir/podweir/internal/bpf"
 	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/internal/sourceport"
 	"github.com/podweir/podweir/internal/testns"
 )
 
@@ -405,6 +406,17 @@ func TestSetOverlay(t *testing.T) {
 		must(t, d.SetOverlay(ctx, 77))
 		if again := one(t, cfg, pod, false, "from_pod"); again != got {
 			t.Fatalf("the same device again replaced the programs: %+v, was %+v", again, got)
+		}
+		// So are other source ports.
+		ports := []sourceport.Range{{Min: 2000, Max: 3000}}
+		must(t, d.SetSourcePorts(ctx, ports))
+		other := one(t, cfg, pod, false, "from_pod")
+		if other.id == got.id || other.link != got.link || d.cfg.OverlayIfindex != 77 {
+			t.Fatalf("%+v, was %+v", other, got)
+		}
+		must(t, d.SetSourcePorts(ctx, ports))
+		if again := one(t, cfg, pod, false, "from_pod"); again != other {
+			t.Fatalf("the same ports again replaced the programs: %+v, was %+v", again, other)
 		}
 		must(t, d.Maps().Nodes.Put(1, maps.Node{Flags: 1}))
 		if repaired, err := d.Verify(ctx); err != nil || len(repaired) != 0 {

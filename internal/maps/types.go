@@ -70,6 +70,7 @@ const (
 	PeerLocal    = uint32(bpf.DpPwPeerFlagsPW_PEER_LOCAL)
 	PeerNodePort = uint32(bpf.DpPwPeerFlagsPW_PEER_NODEPORT)
 	PeerInternal = uint32(bpf.DpPwPeerFlagsPW_PEER_INTERNAL)
+	PeerPlain    = uint32(bpf.DpPwPeerFlagsPW_PEER_PLAIN)
 )
 
 // Kinds of a [PolicyKey] (enum pw_policy_kind) and verdicts (enum pw_verdict).

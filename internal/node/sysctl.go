@@ -8,6 +8,8 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+
+	"github.com/podweir/podweir/internal/sourceport"
 )
 
 // sysctlState is the record of node-wide sysctls that we changed.
@@ -207,4 +209,19 @@ func (m *Manager) RestoreSysctls() error {
 		errs = append(errs, err)
 	}
 	return errors.Join(errs...)
+}
+
+// LocalPorts are the ports that this host takes for its own connections, of
+// both families.
+func (m *Manager) LocalPorts() (sourceport.Range, error) {
+	const name = "net/ipv4/ip_local_port_range"
+	text, err := m.readSysctl(name)
+	if err != nil {
+		return sourceport.Range{}, fmt.Errorf("sysctl %s: %w", name, err)
+	}
+	var r sourceport.Range
+	if n, err := fmt.Sscan(text, &r.Min, &r.Max); n != 2 || r.Len() <= 0 {
+		return sourceport.Range{}, fmt.Errorf("sysctl %s: %q is no range of ports: %w", name, text, err)
+	}
+	return r, nil
 }

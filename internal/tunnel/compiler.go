@@ -90,7 +90,7 @@ func sameNode(a, b NodeInfo) bool {
 
 // sameRest compares all but pods and nodes.
 func sameRest(a, b *Input) bool {
-	return a.Self == b.Self && slices.Equal(a.HostAddrs, b.HostAddrs) && slices.Equal(a.ServiceCIDRs, b.ServiceCIDRs) &&
+	return a.Self == b.Self && slices.Equal(a.HostAddrs, b.HostAddrs) && slices.Equal(a.ServiceCIDRs, b.ServiceCIDRs) && slices.Equal(a.Plain, b.Plain) &&
 		a.NodePorts.Primary == b.NodePorts.Primary && slices.Equal(a.NodePorts.In, b.NodePorts.In) && gomaps.Equal(a.Local, b.Local)
 }
 

@@ -39,6 +39,9 @@ type Input struct {
 	NodePorts NodePortAddrs
 	// ServiceCIDRs are the service ranges.
 	ServiceCIDRs []netip.Prefix
+	// Plain are the ranges outside of the cluster, and of nodes, that pods
+	// reach under their own addresses; see [CheckPlain].
+	Plain []netip.Prefix
 	// Local are the pods that the CNI plugged in here, by address.
 	Local map[netip.Addr]types.NamespacedName
 }
@@ -122,6 +125,7 @@ func newBase(in Input, uids func(types.NamespacedName) types.UID) *base {
 	b.podRanges()
 	b.serviceRanges()
 	b.prefixes[World()] = Peer{}
+	b.plainRanges()
 	slices.SortFunc(b.routes, func(a, b Route) int {
 		return cmp.Or(a.Dst.Addr().Compare(b.Dst.Addr()), cmp.Compare(a.Dst.Bits(), b.Dst.Bits()))
 	})
@@ -223,6 +227,39 @@ func (b *base) serviceRanges() {
 		b.prefixes[p] = Peer{Flags: maps.PeerService}
 		b.routes = append(b.routes, Route{Dst: p, Kind: RouteOverlay})
 	}
+}
+
+// plainRanges says where pods are not masqueraded. They never are towards pods
+// and services, whose ranges stay what they are.
+func (b *base) plainRanges() {
+	for _, p := range b.in.Plain {
+		inside := false
+		for other, peer := range b.prefixes {
+			inside = inside || peer.Flags&(maps.PeerPod|maps.PeerService) != 0 && other.Bits() <= p.Bits() && other.Contains(p.Addr())
+		}
+		if !inside {
+			b.prefixes[p] = Peer{Flags: maps.PeerPlain}
+		}
+	}
+	for a, peer := range b.addrs {
+		if peer.Flags&(maps.PeerNode|maps.PeerHost) != 0 && slices.ContainsFunc(b.in.Plain, func(p netip.Prefix) bool { return p.Contains(a) }) {
+			peer.Flags |= maps.PeerPlain
+			b.addrs[a] = peer
+		}
+	}
+}
+
+// CheckPlain says why a range cannot be one of [Input.Plain].
+func CheckPlain(p netip.Prefix) error {
+	switch mapped := netip.MustParsePrefix("::ffff:0:0/96"); {
+	case p != p.Masked():
+		return fmt.Errorf("%v has bits set beyond its length; did you mean %v?", p, p.Masked())
+	case p.Bits() == 0:
+		return fmt.Errorf("%v is everything; --masquerade says for which family pods are masqueraded at all", p)
+	case p.Addr().Is6() && p.Overlaps(mapped):
+		return fmt.Errorf("%v holds the IPv4-mapped addresses %v; name IPv4 ranges as such", p, mapped)
+	}
+	return nil
 }
 
 // describe says who has an address.

@@ -2,6 +2,7 @@ package tunnel
 
 import (
 	"fmt"
+	gomaps "maps"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
@@ -393,6 +394,37 @@ func TestNodeAddressChange(t *testing.T) {
 	}
 	if d := cmp.Diff(before.Routes, after.Routes, cmp.Comparer(func(a, b netip.Prefix) bool { return a == b })); d != "" {
 		t.Errorf("routes (-before +after)\n%s", d)
+	}
+}
+
+// Ranges that are not masqueraded: nodes in them, too; pods and services stay
+// what they are, and nothing else changes.
+func TestPlainRanges(t *testing.T) {
+	in := Input{
+		Self: "a", Nodes: mustNodes(t, nodeA(), nodeB()), HostAddrs: []netip.Addr{addr("172.31.0.2")},
+		ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.98.0.0/16")},
+	}
+	without := Compile(in)
+	in.Plain = []netip.Prefix{
+		netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("172.31.0.3/32"), netip.MustParsePrefix("10.244.80.0/28"), netip.MustParsePrefix("10.98.0.0/16"), netip.MustParsePrefix("10.98.7.0/24"), netip.MustParsePrefix("2001:db8::/32"),
+	}
+	c := NewCompiler()
+	c.Compile(Changes{Rest: &Input{Self: in.Self, Nodes: in.Nodes, HostAddrs: in.HostAddrs, ServiceCIDRs: in.ServiceCIDRs}})
+	with := c.Compile(Changes{Rest: &in})
+	if !with.Delta.Prefixes || !slices.Equal(with.Delta.Addrs, []netip.Addr{addr("172.31.0.3")}) {
+		t.Errorf("the change is %+v", with.Delta)
+	}
+	want := gomaps.Clone(without.Prefixes)
+	want[netip.MustParsePrefix("10.0.0.0/8")], want[netip.MustParsePrefix("172.31.0.3/32")], want[netip.MustParsePrefix("2001:db8::/32")] =
+		Peer{Flags: maps.PeerPlain}, Peer{Flags: maps.PeerPlain}, Peer{Flags: maps.PeerPlain}
+	if !gomaps.Equal(with.Prefixes, want) {
+		t.Errorf("prefixes %v", with.Prefixes)
+	}
+	if p := with.Addrs[addr("172.31.0.3")]; p.Flags&^maps.PeerPlain != without.Addrs[addr("172.31.0.3")].Flags || p.Flags&maps.PeerPlain == 0 {
+		t.Errorf("the node in the range is %+v", p)
+	}
+	if p := with.Addrs[addr("172.31.0.2")]; p != without.Addrs[addr("172.31.0.2")] {
+		t.Errorf("the node outside is %+v", p)
 	}
 }
 

@@ -153,7 +153,7 @@ func (r *result) unanswered() string {
 		return fmt.Sprintf("the answer is not\n     %x:", want)
 	case want != nil && wrong(r.out) != "":
 		return wrong(r.out) + " checksum of the answer is wrong"
-	case want != nil && r.mark&^0x1000 != r.shot.mark:
+	case want != nil && r.mark&^0x1000 != r.shot.mark&^0x1000:
 		return "the answer has another mark"
 	}
 	return ""

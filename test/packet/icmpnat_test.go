@@ -433,3 +433,36 @@ func TestFreeReason(t *testing.T) {
 		}
 	}
 }
+
+// What stands behind an error's own end, in the same frame, is not quoted by
+// it: such an error is about nothing, and nothing of it is translated.
+func TestQuoteBehindTheEnd(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		out := udp(ap(w.f.client, 100), ap(w.f.world, 53))
+		left := w.pod(devClient, out).is(fwdWire, miss, created).left()
+		about := udp(left, out.dst).bytes(t)
+		whole := icmpError(t, w.f.world, w.f.nodeA, about)
+		w.run(w.at(fromNetdev, whole)).ended(fwdLocal)
+		d, _ := decode(whole)
+		ports := len(d.upper) - len(out.payload) - 4 // the end of the quoted ports
+		for n := 8; n < ports; n++ {
+			cut := append([]byte(nil), whole...)
+			setLength(cut, d.at-14+n)
+			mend(cut)
+			w.run(w.at(fromNetdev, cut)).is(passed) // it may be the host's
+		}
+		cut := append([]byte(nil), whole...)
+		setLength(cut, d.at-14+ports)
+		mend(cut)
+		w.run(w.at(fromNetdev, cut)).ended(fwdLocal)
+		// To a pod it is the pod's, and wrong.
+		w.pod(devClient, tcp(ap(w.f.client, 100), ap(w.f.vipLocal, svcPort), syn)).is(fwdLocal, miss, created)
+		to := tcp(ap(w.f.client, 100), ap(w.f.local, podPort), syn).bytes(t)
+		short := icmpError(t, w.f.local, w.f.client, to)
+		setLength(short, d.at-14+12)
+		mend(short)
+		s := w.at(fromPod, short)
+		s.dev = devLocal
+		w.run(s).is(malformed)
+	})
+}

@@ -495,7 +495,7 @@ func (m *model) create(f *mflow, ch choice, o outcome) reason {
 		}
 		if translatable(f.key) {
 			f.back.Dport = ch.port
-			if ch.port < 1024 || ch.port > 29999 {
+			if !givable(ch.port) {
 				return badChoice
 			}
 			if other, _ = m.find(f.back); other != nil && !m.expired(other) {
@@ -523,7 +523,7 @@ func (m *model) create(f *mflow, ch choice, o outcome) reason {
 			}
 			f.back.Dport = ch.port
 			taken, _ := m.find(f.back)
-			if ch.port < 1024 || ch.port > 29999 || taken != nil && !m.expired(taken) {
+			if !givable(ch.port) || taken != nil && !m.expired(taken) {
 				return badChoice
 			}
 			if taken != nil {

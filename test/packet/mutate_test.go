@@ -9,38 +9,6 @@ import (
 	"github.com/podweir/podweir/internal/maps"
 )
 
-// seeds are packets worth spoiling: every protocol and shape at every hook.
-func (w *world) seeds(h hook) [][]byte {
-	var out [][]byte
-	for _, fr := range w.proper(h) {
-		out = append(out, fr.bytes(w.t))
-		if w.f.v6 {
-			out = append(out, extend(w.t, fr.bytes(w.t), extension{kind: 0, bytes: 8}, extension{kind: 43, bytes: 24},
-				extension{kind: 44, bytes: 8}, extension{kind: 51, bytes: 24}))
-		}
-		fr.payload = make([]byte, 30)
-		out = append(out, w.fragment(fr, 0, true), w.fragment(fr, 8, true), w.fragment(fr, 1480, false))
-		src, dst := fr.src.Addr(), fr.dst.Addr()
-		out = append(out, icmpError(w.t, src, dst, fr.back().bytes(w.t)))
-		for _, vip := range []uint16{svcPort, sctpPort} {
-			fr.dst = ap(w.f.vip, vip)
-			out = append(out, fr.bytes(w.t))
-		}
-	}
-	if h == fromNetdev {
-		// Behind a tunnel header, of the flow that TestMutations opens.
-		c := w.conn(40000)
-		for _, flags := range []uint8{ack, fin | ack, rst} {
-			c.answer.flags = flags
-			out = append(out, w.wrap(outer().nodeB, c.answer.bytes(w.t)))
-			if !w.f.v6 {
-				out = append(out, wrapIPIP(w.t, w.f.nodeB, w.f.nodeA, c.answer.bytes(w.t)))
-			}
-		}
-	}
-	return append(out, ethernet(0x0806, make([]byte, 28)), ethernet(0x8100, make([]byte, 60)))
-}
-
 // mutate spoils a packet in one to four ways, and sometimes mends its
 // checksums afterwards so that it is wrong but valid.
 func mutate(r *rand.Rand, pkt []byte) []byte {
@@ -72,65 +40,6 @@ func mutate(r *rand.Rand, pkt []byte) []byte {
 		mend(out)
 	}
 	return out
-}
-
-// Whatever arrives: one outcome, an action that fits, checksums no worse
-// than they were, nothing longer. run checks it.
-func TestMutations(t *testing.T) {
-	const perHook = 1500
-	both(t, func(t *testing.T, w *world) {
-		for _, h := range hooks() {
-			t.Run(maps.HookName(h), func(t *testing.T) {
-				w.t = t
-				w.fill()
-				w.ways()
-				c := w.conn(40000)
-				c.send(syn)
-				c.answer.flags = syn | ack
-				w.arrive(outer().nodeB, c.answer).is(fwdDecap, hitNew)
-				r := rand.New(rand.NewPCG(uint64(h), 42))
-				seeds := w.seeds(h)
-				for range perHook {
-					w.throw(h, mutate(r, seeds[r.IntN(len(seeds))]))
-				}
-			})
-		}
-	})
-}
-
-// throw runs a spoiled packet. Frames too short for a test run are filled up.
-func (w *world) throw(h hook, pkt []byte) {
-	w.t.Helper()
-	for len(pkt) < 54 {
-		pkt = append(pkt, 0)
-	}
-	s := w.at(h, pkt)
-	if len(pkt) > 3000 {
-		s.pkt = pkt[:3000]
-	}
-	w.run(s)
-}
-
-// FuzzHooks does the same with the fuzzer's choice of bytes.
-func FuzzHooks(f *testing.F) {
-	d, err := standard()
-	if err != nil {
-		f.Fatal(err)
-	}
-	for _, fam := range families() {
-		w := &world{t: f, f: fam, datapath: d}
-		w.fill()
-		for i, h := range hooks() {
-			for _, pkt := range w.seeds(h) {
-				f.Add(byte(i), pkt)
-			}
-		}
-	}
-	f.Fuzz(func(t *testing.T, which byte, pkt []byte) {
-		all := hooks()
-		w := &world{t: t, f: families()[0], datapath: d}
-		w.throw(all[int(which)%len(all)], pkt)
-	})
 }
 
 // A tunnel packet that the datapath takes out of its header itself fares as it

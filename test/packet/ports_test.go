@@ -8,27 +8,19 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/cilium/ebpf"
-
 	"github.com/podweir/podweir/internal/bpf"
 	"github.com/podweir/podweir/internal/loader"
 	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/internal/sourceport"
 )
 
 // fewPorts is a datapath that has two source ports to give away.
 var fewPorts = sync.OnceValues(func() (*datapath, error) {
-	var errs [2]error
-	d, err := loadAs(loader.Config{FlowsMax: 1024, FlowsNewMax: 1024}, func(spec *ebpf.CollectionSpec) {
-		errs[0] = spec.Variables["cfg_port_min"].Set(uint16(2000))
-		errs[1] = spec.Variables["cfg_port_max"].Set(uint16(2001))
-	})
-	for _, e := range errs {
-		if e != nil {
-			return nil, e
-		}
-	}
-	return d, err
+	return load(loader.Config{FlowsMax: 1024, FlowsNewMax: 1024, SourcePorts: []sourceport.Range{{Min: 2000, Max: 2001}}})
 })
+
+// givable are the ports that sources are translated to by default.
+func givable(port uint16) bool { return port >= 1024 && port <= 29999 || port >= 61000 }
 
 // A port that a socket of the host's holds is not given to another of its
 // flows; to a pod's flow it is, for the pod's address is another.

@@ -167,7 +167,7 @@ func (w *world) begin(rd road, first, got frame) frame {
 		case protoICMP:
 			got.src = ap(d.src, binary.BigEndian.Uint16(d.upper[4:]))
 		}
-		if port := got.src.Port(); translatable(first.key()) && (port < 1024 || port > 29999) {
+		if port := got.src.Port(); translatable(first.key()) && !givable(port) {
 			w.t.Fatalf("left with port %d", port)
 		}
 	}

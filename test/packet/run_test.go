@@ -255,7 +255,7 @@ func (r *result) ends() (reason, bool) {
 // skipped: packets that an earlier hook decided, and frames for others, are
 // let by uncounted.
 func (r *result) skipped() bool {
-	return egress(r.shot.hook) && r.shot.mark&0x1000 != 0 || r.shot.hook == fromNetdev && r.shot.other ||
+	return (egress(r.shot.hook) || r.shot.hook == fromOverlay) && r.shot.mark&0x1000 != 0 || r.shot.hook == fromNetdev && r.shot.other ||
 		(r.shot.hook == toNetdev || r.shot.hook == toLo) && r.shot.iif != ""
 }
 
@@ -311,7 +311,7 @@ func (r *result) spoiled() string {
 	in, out := r.shot.pkt, r.out
 	switch {
 	case r.told():
-		return "" // another packet, see unanswered
+		return "" // another packet, see unanswered and wrongAnswer
 	case r.counts[fwdEncap] != 0:
 		if w := wrong(out); w != "" || len(out) != len(in)+tunnelHeader {
 			return w + " tunnel header is wrong"

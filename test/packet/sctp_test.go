@@ -148,7 +148,7 @@ func TestSCTPSourcePort(t *testing.T) {
 			r := w.pod(devClient, second).is(fwdLocal, miss, portChanged)
 			d, _ := decode(r.out)
 			port, _ := d.ports()
-			if port < 1024 || port > 29999 {
+			if !givable(port) {
 				t.Fatalf("source port %d", port)
 			}
 			w.sctpIs(r, second, frame{src: ap(w.f.client, port), dst: real})

@@ -105,6 +105,7 @@ type world struct {
 	t testing.TB
 	f family
 	*datapath
+	live []frame // of flows that are there, see liven
 }
 
 // both runs a test in the world of each family.

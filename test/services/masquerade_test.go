@@ -74,6 +74,29 @@ func TestNoMasquerade(t *testing.T) {
 	}
 }
 
+// --non-masquerade-cidrs: pods keep their address towards these, a client
+// outside and another node here, and towards nothing else.
+func TestNonMasqueradeCIDRs(t *testing.T) {
+	t.Parallel()
+	w := own(t, "--non-masquerade-cidrs", "172.31.0.50/31,172.31.0.3/32,fd00:172:31::50/128,fd00:172:31::3/128")
+	w.runTable([]row{
+		{from: "pod-a", addr: "out", port: 8080, by: "out"},
+		{from: "pod-a", addr: "ext", port: 8080, by: "ext", sees: "node-a"},
+		{from: "pod-a", addr: "node-b", port: 8080, by: "node-b"},
+		{from: "pod-b", addr: "node-a", port: 8080, by: "node-a", sees: "node-b"},
+		{from: "out ext", addr: "node-a", port: 8080, by: "node-a"},
+		{from: "out", addr: "pod-a", port: 8080, by: "pod-a"},
+		{from: "pod-a", addr: "back-b", port: 8080, by: "back-b"},
+	})
+	w.eachFamily(func(w *world, v6 bool) {
+		out, err := w.Node("node-a").Podweir(w.ctx, "status")
+		w.must(err)
+		if !strings.Contains(out, "IPv4 and IPv6, not to 172.31.0.50/31, ") || !strings.Contains(out, "; source ports 1024-29999, 61000-65535") {
+			w.Errorf("podweir status says\n%s", out)
+		}
+	})
+}
+
 // eachFamily runs a case once per family.
 func (w *world) eachFamily(fn func(w *world, v6 bool)) {
 	w.Helper()

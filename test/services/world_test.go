@@ -28,6 +28,13 @@ var sharedWorld struct {
 }
 
 func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && os.Args[1] == crowdCommand {
+		if err := crowdEnd(os.Args[2:]); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		return
+	}
 	// However long it takes; the cases are bounded, and find it done.
 	if err := cluster.Build(context.Background()); err != nil {
 		fmt.Fprintln(os.Stderr, err)

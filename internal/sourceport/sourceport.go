@@ -1,0 +1,108 @@
+package sourceport
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+const (
+	first = 1024
+	last  = 65535
+	// Enough is how many ports there have to be: the NodePorts and what the
+	// host takes for itself may not leave fewer.
+	Enough = 1024
+	// Max is how many ranges the datapath knows (PW_PORT_RANGES).
+	Max = 4
+)
+
+// Range is a range of ports, both ends included; the zero Range has none.
+type Range struct{ Min, Max uint16 }
+
+func (r Range) String() string {
+	if r.Min == r.Max {
+		return strconv.Itoa(int(r.Min))
+	}
+	return fmt.Sprintf("%d-%d", r.Min, r.Max)
+}
+
+// Len is how many ports are in the range.
+func (r Range) Len() int {
+	if r.Min == 0 {
+		return 0
+	}
+	return int(r.Max) - int(r.Min) + 1
+}
+
+// Count is how many ports are in ranges that do not overlap.
+func Count(list []Range) (n int) {
+	for _, r := range list {
+		n += r.Len()
+	}
+	return n
+}
+
+// Parse reads ranges such as 1024-29999 or 61000, which it returns in order.
+func Parse(list []string) ([]Range, error) {
+	var out []Range
+	for _, s := range list {
+		low, high, isRange := strings.Cut(strings.TrimSpace(s), "-")
+		if !isRange {
+			high = low
+		}
+		from, err1 := strconv.ParseUint(low, 10, 16)
+		to, err2 := strconv.ParseUint(high, 10, 16)
+		if err1 != nil || err2 != nil || from == 0 || to < from {
+			return nil, fmt.Errorf("%q is no range of ports such as 1024-29999", s)
+		}
+		out = append(out, Range{uint16(from), uint16(to)})
+	}
+	slices.SortFunc(out, func(a, b Range) int { return cmp.Compare(a.Min, b.Min) })
+	for i := 1; i < len(out); i++ {
+		if out[i].Min <= out[i-1].Max {
+			return nil, fmt.Errorf("%v and %v overlap", out[i-1], out[i])
+		}
+	}
+	if len(out) > Max {
+		return nil, fmt.Errorf("%d ranges are given, at most %d can be", len(out), Max)
+	}
+	return out, nil
+}
+
+// Choose returns all ports from 1024 on that are in neither range. Should the
+// two leave fewer than [Enough], the host's own are not spared: that is said in
+// shortage, and is safe, because whoever comes second is given another port.
+// Without enough ports beside the NodePorts there is an error.
+func Choose(nodePorts, local Range) (ports []Range, shortage, err error) {
+	beside := without([]Range{{first, last}}, nodePorts)
+	if n := Count(beside); n < Enough {
+		return nil, nil, fmt.Errorf("the range of NodePorts %v leaves %d of the ports %d-%d to translate sources to: %d are needed", nodePorts, n, first, last, Enough)
+	}
+	ports = without(beside, local)
+	if n := Count(ports); n < Enough {
+		return beside, fmt.Errorf("net.ipv4.ip_local_port_range %v and the NodePorts %v leave %d ports to translate sources to, %d are needed: the host's own are taken, too; narrow the sysctl, or name ports with --source-ports", local, nodePorts, n, Enough), nil
+	}
+	return ports, nil, nil
+}
+
+// without cuts a range out of others.
+func without(list []Range, cut Range) (out []Range) {
+	if cut.Len() == 0 {
+		return list
+	}
+	for _, r := range list {
+		if cut.Max < r.Min || cut.Min > r.Max {
+			out = append(out, r)
+			continue
+		}
+		if cut.Min > r.Min {
+			out = append(out, Range{r.Min, cut.Min - 1})
+		}
+		if cut.Max < r.Max {
+			out = append(out, Range{cut.Max + 1, r.Max})
+		}
+	}
+	return out
+}
