@@ -69,8 +69,7 @@ func loadParts() error {
 // converse is a bit of everything between a pod and an address.
 func (s *space) converse(to netip.Addr, port uint16) error {
 	at := netip.AddrPortFrom(to, port)
-	// The last ones in fragments.
-	return errors.Join(s.tcpEcho(at, 300), s.udpEcho(at, 5, 1000), s.udpEcho(at, 2, 5000))
+	return errors.Join(s.tcpEcho(at, 300), s.udpEcho(at, 5, 1000))
 }
 
 // Of five datagrams each way, one after the other, the first request is
@@ -132,6 +131,12 @@ func (w *world) checkService(v6 bool) error {
 		udp.want(2*rounds, bpf.DpPwReasonPW_FWD_LOCAL, fromPod, v6),
 		tcp.want(-20, bpf.DpPwReasonPW_FLOW_HIT, fromPod, v6),
 		w.client.converse(remoteService.ip(v6), servicePort),
+		// In fragments, by every place that they are made or followed at.
+		w.client.udpEcho(at, 2, 5000),
+		w.client.udpEcho(netip.AddrPortFrom(remoteService.ip(v6), servicePort), 2, 5000),
+		w.a.udpEcho(netip.AddrPortFrom(remoteService.ip(v6), servicePort), 2, 5000),
+		w.a.udpEcho(netip.AddrPortFrom(w.local.ip(v6), podPort), 2, 5000),
+		w.client.udpEcho(netip.AddrPortFrom(w.b.ip(v6), podPort), 2, 5000),
 	)
 }
 
