@@ -9,6 +9,18 @@
 #include "decap.h"
 #include "follow.h"
 
+/* IPv4 in IPv4 for where tunnels end, whole or in fragments. */
+static __always_inline int pw_is_ipip_end(const struct pw_pkt *p)
+{
+	return p->key.proto == IPPROTO_IPIP && !p->v6 && pw_is_tunnel_end(&p->key.dst);
+}
+
+static __always_inline int pw_go_ipip(struct __sk_buff *skb, struct pw_pkt *p)
+{
+	bpf_tail_call(skb, &pw_calls, PW_CALL_IPIP);
+	return pw_drop(skb, p, PW_DROP_HELPER);
+}
+
 SEC("tc")
 int from_netdev(struct __sk_buff *skb)
 {
@@ -24,8 +36,11 @@ int from_netdev(struct __sk_buff *skb)
 	p.from.id = skb->ifindex;
 	if (!err && p.kind == PW_KIND_LINK)
 		return pw_pass(skb, &p);
-	if (err == PW_DROP_FRAGMENT)
+	if (err == PW_DROP_FRAGMENT) {
+		if (pw_is_ipip_end(&p))
+			return pw_go_ipip(skb, &p);
 		return pw_go_fragment(skb, &p);
+	}
 	if (!err && pw_is_vxlan(&p)) {
 		v6 = p.v6;
 		act = pw_decap(skb, &p);
@@ -34,10 +49,8 @@ int from_netdev(struct __sk_buff *skb)
 			return act == PW_NEXT ? pw_pass(skb, &p) : act;
 		}
 	} else {
-		if (p.key.proto == IPPROTO_IPIP && !p.v6 && pw_is_tunnel_end(&p.key.dst)) {
-			bpf_tail_call(skb, &pw_calls, PW_CALL_IPIP);
-			return pw_drop(skb, &p, PW_DROP_HELPER);
-		}
+		if (pw_is_ipip_end(&p))
+			return pw_go_ipip(skb, &p);
 		/* Every map would take it for IPv4, and so may whatever comes after. */
 		if (err == PW_DROP_V4_MAPPED)
 			return pw_drop(skb, &p, err);

@@ -122,7 +122,13 @@ func (r *result) answer() []byte {
 // timeExceeded is a router's word to the sender of a packet whose time has
 // ended at it, under the node's name; nil for errors, which get none.
 func (r *result) timeExceeded() []byte {
-	d, ok := decode(r.shot.pkt)
+	in := r.shot.pkt
+	d, ok := decode(in)
+	tunnelled := r.shot.hook == fromOverlay
+	if ok && r.shot.hook == fromNetdev && !d.v6 && d.proto == protoIPIP {
+		tunnelled, in = true, unwrap(in)
+		d, ok = decode(in)
+	}
 	if !ok || egress(r.shot.hook) {
 		return nil
 	}
@@ -133,8 +139,8 @@ func (r *result) timeExceeded() []byte {
 	if d.v6 {
 		router = families()[1].nodeA
 	}
-	want := aboutPacketBy(router, r.shot.pkt, [2]byte{11, 0}, [2]byte{3, 0}, 0)
-	if r.shot.hook == fromOverlay && len(r.out) > 12 {
+	want := aboutPacketBy(router, in, [2]byte{11, 0}, [2]byte{3, 0}, 0)
+	if tunnelled && len(r.out) > 12 {
 		copy(want, r.out[:12]) // the peer's, see TestTTL
 	}
 	return want

@@ -250,6 +250,14 @@ func TestIPIPEdges(t *testing.T) {
 			t.Fatalf("cut to %d bytes: %s", n, maps.ReasonName(why))
 		}
 	}
+	// Its sender is told, whether the flow is known or not, by the tunnel.
+	stranger := udp(ap(w.f.remote, 77), ap(w.f.client, podPort))
+	stranger.ttl = 1
+	for _, fr := range []frame{stranger, dying} {
+		if r := w.arriveIPIP(b, fr).ended(bpf.DpPwReasonPW_DROP_TTL); !r.told() {
+			t.Fatalf("%v is not told: %v", fr.src, r)
+		}
+	}
 	// An error about a known flow arrives.
 	w.run(w.at(fromNetdev, wrapIPIP(t, b, a, icmpError(t, w.f.remote, w.f.client, c.answer.back().bytes(t))))).is(fwdDecap)
 	w.run(w.at(fromNetdev, good())).is(fwdDecap, hitNew)
