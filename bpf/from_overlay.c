@@ -39,7 +39,7 @@ int from_overlay(struct __sk_buff *skb)
 	/* Each fragment's frame has the name, which is in the scratch. */
 	if (err)
 		return pw_go_fragment(skb, &p);
-	if (p.service == PW_CALL_NAMED) {
+	if (s && p.service == PW_CALL_NAMED) {
 		f = pw_flow_find(&p.key);
 		if (!f || !pw_is_named(s, f))
 			return pw_go_slow(skb, &p, s);
