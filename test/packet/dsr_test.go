@@ -385,3 +385,66 @@ func TestDSRErrors(t *testing.T) {
 		}
 	})
 }
+
+// A datagram in fragments goes in frames that all name its backend, is put
+// together there, and answered in fragments by the wire.
+func TestDSRFragments(t *testing.T) {
+	bothDSR(t, func(t *testing.T, w *world) {
+		f := w.f
+		out := udp(ap(f.world, 40000), ap(f.lb, svcPort)).with(string(pattern(1000)))
+		want := name(ap(f.remote, podPort), framePod)
+		for id := range uint32(2) {
+			var left [][]byte
+			for _, part := range cut(out.bytes(t), id, 496) {
+				r := w.run(w.at(fromNetdev, part)).ended(fwdEncap)
+				if got := [12]byte(r.inner()[:12]); got != want {
+					t.Fatalf("the frame has MACs %x, want %x", got, want)
+				}
+				left = append(left, r.inner())
+			}
+			if got := join(t, left); wrong(got) != "" || !slices.Equal(got[34:], out.bytes(t)[34:]) && !f.v6 {
+				t.Fatalf("%s: left as %x", wrong(got), got)
+			}
+		}
+
+		w.fill()
+		w.ways()
+		be := ap(f.local, podPort)
+		reached := func(parts, arrived [][]byte, dst netip.AddrPort) {
+			t.Helper()
+			got := join(t, arrived)
+			d, _ := decode(got)
+			if _, port := d.ports(); wrong(got) != "" || ap(d.dst, port) != dst || len(arrived) != len(parts) {
+				t.Fatalf("%s, to %v port %d: %x", wrong(got), d.dst, port, got)
+			}
+		}
+		for id := range uint32(2) {
+			var there, back [][]byte
+			parts := cut(out.bytes(t), id, 496)
+			for i, part := range parts {
+				r := w.named(f.nodeB, be, framePod, part).ended(fwdLocal)
+				if first := id == 0 && i == 0; r.counts[created] != 0 != first {
+					t.Fatalf("fragment %d of datagram %d: %v", i, id, r)
+				}
+				there = append(there, r.out)
+			}
+			reached(parts, there, be)
+			parts = cut(udp(be, out.src).with(string(pattern(1000))).bytes(t), id, 496)
+			for _, part := range parts {
+				back = append(back, w.run(shot{hook: fromPod, dev: devLocal, pkt: part}).ended(fwdWire).out)
+			}
+			reached(parts, back, out.src)
+			if d, _ := decode(back[1]); d.src != f.lb {
+				t.Fatalf("answered by %v", d.src)
+			}
+		}
+		// Another name, in the middle of it; ahead of the first; and a liar's.
+		parts := cut(out.bytes(t), 7, 496)
+		w.named(f.nodeB, be, framePod, parts[0]).ended(fwdLocal)
+		w.named(f.nodeB, ap(f.third, podPort), framePod, parts[1]).is(fragmentLost)
+		w.named(f.nodeC, be, framePod, parts[1]).is(beforeFirst)
+		w.named(f.nodeB, be, framePod, cut(out.bytes(t), 8, 496)[1]).is(beforeFirst)
+		liar := udp(ap(f.remote, 40000), out.dst).with(string(pattern(1000)))
+		w.named(f.nodeB, be, framePod, cut(liar.bytes(t), 9, 496)[0]).is(spoofedSource, miss)
+	})
+}
