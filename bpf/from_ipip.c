@@ -88,8 +88,8 @@ int from_ipip(struct __sk_buff *skb)
 	if (err)
 		return pw_drop(skb, &p, err);
 	/* A known flow's entry may stand; pw_follow reads and judges it again. */
-	if (known && s->known.to.kind == PW_PLACE_POD && pw_current(&p, &s->known, now) &&
-	    !pw_flow_touch(&p, &s->known, at, skb->len, now))
+	if (known && s->known.to.kind == PW_PLACE_POD && !pw_expires(&p, &s->known) &&
+	    pw_current(&p, &s->known, now) && !pw_flow_touch(&p, &s->known, at, skb->len, now))
 		return pw_act(skb, &p, &s->known, NULL);
 	p.missed = !at;
 	return pw_follow(skb, &p);

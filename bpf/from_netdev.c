@@ -9,6 +9,12 @@
 #include "decap.h"
 #include "follow.h"
 
+/* Is it IPv4 in IPv4, or a fragment of it, for where the tunnels end here? */
+static __always_inline int pw_ends_ipip(const struct pw_pkt *p)
+{
+	return p->key.proto == IPPROTO_IPIP && !p->v6 && pw_is_tunnel_end(&p->key.dst);
+}
+
 SEC("tc")
 int from_netdev(struct __sk_buff *skb)
 {
@@ -24,7 +30,7 @@ int from_netdev(struct __sk_buff *skb)
 	p.from.id = skb->ifindex;
 	if (!err && p.kind == PW_KIND_LINK)
 		return pw_pass(skb, &p);
-	if (err == PW_DROP_FRAGMENT)
+	if (err == PW_DROP_FRAGMENT && !pw_ends_ipip(&p))
 		return pw_go_fragment(skb, &p);
 	if (!err && pw_is_vxlan(&p)) {
 		v6 = p.v6;
@@ -34,7 +40,7 @@ int from_netdev(struct __sk_buff *skb)
 			return act == PW_NEXT ? pw_pass(skb, &p) : act;
 		}
 	} else {
-		if (p.key.proto == IPPROTO_IPIP && !p.v6 && pw_is_tunnel_end(&p.key.dst)) {
+		if (pw_ends_ipip(&p)) {
 			bpf_tail_call(skb, &pw_calls, PW_CALL_IPIP);
 			return pw_drop(skb, &p, PW_DROP_HELPER);
 		}
