@@ -207,7 +207,7 @@ static __always_inline int pw_error(struct __sk_buff *skb, struct pw_pkt *p, str
 		return -1;
 	/* Or clang makes one comparison of two, and the verifier sees none. */
 	barrier_var(quote);
-	if (quote < sizeof(struct iphdr) + 8)
+	if (quote < sizeof(struct iphdr))
 		return -1;
 	icmp->type = type;
 	icmp->code = code;

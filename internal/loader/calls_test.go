@@ -156,13 +156,10 @@ func TestSlowPathLivesAsLongAsItsHooks(t *testing.T) {
 func TestCalledProgramsAreKnown(t *testing.T) {
 	spec, err := bpf.LoadDp()
 	must(t, err)
-	var names []string
 	for _, kv := range spec.Maps["pw_calls"].Contents {
-		names = append(names, kv.Value.(string))
-	}
-	slices.Sort(names)
-	if want := slices.Sorted(slices.Values(called[:])); !slices.Equal(names, want) {
-		t.Errorf("pw_calls has %v, known are %v", names, want)
+		if name := kv.Value.(string); !isCalled(name) {
+			t.Errorf("pw_calls has %s, which is not known to be called", name)
+		}
 	}
 }
 

@@ -20,13 +20,17 @@ const (
 )
 
 // told: the packet became an answer that [result.unanswered] looks at.
-func (r *result) told() bool { return r.counts[refused]+r.counts[ttlSent] != 0 }
+func (r *result) told() bool { return r.answers() != 0 }
+
+func (r *result) answers() uint64 {
+	return r.counts[refused] + r.counts[ttlSent] + r.counts[tooBigSent]
+}
 
 // refusal is what a closed port answers to a frame, written from the RFCs and
 // apart from the datapath; nil if it must not be answered.
 func refusal(in []byte) []byte {
 	d, ok := decode(in)
-	if !ok || d.fragment || d.src.IsMulticast() || d.src.IsLoopback() || d.src.IsUnspecified() ||
+	if !ok || d.later(in) || d.src.IsMulticast() || d.src.IsLoopback() || d.src.IsUnspecified() ||
 		d.src.Is4() && (d.src.As4()[0] == 0 || d.src.As4()[0] >= 240) {
 		return nil
 	}
@@ -101,8 +105,11 @@ func turned(in []byte, d decoded, proto uint8, upper []byte) []byte {
 // answer is what must go back for this packet, nil if nothing.
 func (r *result) answer() []byte {
 	why, _ := r.ends()
-	if why == ttlDrop {
+	switch {
+	case why == ttlDrop:
 		return r.timeExceeded()
+	case r.counts[tooBigSent] != 0:
+		return r.tooBigToSend()
 	}
 	if why != noBackend && why != noServicePort {
 		return nil
@@ -116,32 +123,93 @@ func (r *result) answer() []byte {
 	default:
 		return nil
 	}
-	return refusal(r.shot.pkt)
+	if want := refusal(r.seen()); want != nil {
+		return r.throughTheTunnel(want)
+	}
+	return nil
+}
+
+// seen is the packet that is judged: what IPv4 for this node carries, if it
+// was taken out of that header.
+func (r *result) seen() []byte {
+	if pkt := r.shot.pkt; r.shot.hook == fromNetdev && isIPIP(pkt) {
+		return unwrap(pkt)
+	}
+	return r.shot.pkt
+}
+
+// isIPIP: does this node take it for what another node sends in IPv4?
+func isIPIP(pkt []byte) bool {
+	d, ok := decode(pkt)
+	return ok && !d.v6 && !d.fragment && d.proto == protoIPIP && len(d.header) == 20 && d.dst == outer().nodeA && len(d.upper) >= 20
+}
+
+// isError: nothing is said about these (RFC 1122 3.2.2, RFC 4443 2.4 e).
+func (d decoded) isError() bool {
+	switch {
+	case len(d.upper) == 0:
+		return false
+	case d.proto == protoICMP:
+		return slices.Contains([]byte{3, 4, 5, 11, 12}, d.upper[0])
+	case d.proto == protoICMP6:
+		return d.upper[0] < 128 || d.upper[0] == 137
+	}
+	return false
+}
+
+// router is the name that this node has as one.
+func (r *result) router(v6 bool) netip.Addr {
+	if d, ok := decode(r.out); ok && r.shot.hostile {
+		return d.src // whatever the maps say
+	}
+	if v6 {
+		return families()[1].nodeA
+	}
+	return families()[0].nodeA
 }
 
 // timeExceeded is a router's word to the sender of a packet whose time has
-// ended at it, under the node's name; nil for errors, which get none.
+// ended at it, under the node's name; nil for errors and later fragments,
+// which get none.
 func (r *result) timeExceeded() []byte {
-	in := r.shot.pkt
+	in := r.seen()
 	d, ok := decode(in)
-	tunnelled := r.shot.hook == fromOverlay
-	if ok && r.shot.hook == fromNetdev && !d.v6 && d.proto == protoIPIP {
-		tunnelled, in = true, unwrap(in)
-		d, ok = decode(in)
-	}
-	if !ok || egress(r.shot.hook) {
+	if !ok || egress(r.shot.hook) || d.isError() || d.later(in) {
 		return nil
 	}
-	if kind := d.upper[0]; d.proto == protoICMP && kind != 0 && kind != 8 && kind < 13 || d.proto == protoICMP6 && (kind < 128 || kind == 137) {
+	want := aboutPacketBy(r.router(d.v6), in, [2]byte{11, 0}, [2]byte{3, 0}, 0)
+	return r.throughTheTunnel(want)
+}
+
+// tooBigToSend is the word about a packet that does not fit and may not be
+// fragmented. How much fits is another test's affair; less than the packet, and
+// what everybody carries.
+func (r *result) tooBigToSend() []byte {
+	in := r.seen()
+	d, ok := decode(in)
+	told, isOne := decode(r.out)
+	if !ok || !isOne || len(told.upper) < 8 || d.isError() || d.later(in) || !d.v6 && in[20]&0x40 == 0 {
 		return nil
 	}
-	router := families()[0].nodeA
-	if d.v6 {
-		router = families()[1].nodeA
+	mtu := binary.BigEndian.Uint32(told.upper[4:])
+	if r.shot.gso == 0 && int(mtu) >= len(in)-14 || mtu < 68 || d.v6 && mtu < 1280 {
+		return nil
 	}
-	want := aboutPacketBy(router, in, [2]byte{11, 0}, [2]byte{3, 0}, 0)
-	if tunnelled && len(r.out) > 12 {
-		copy(want, r.out[:12]) // the peer's, see TestTTL
+	who := d.dst // outside knows that address and no other
+	if r.shot.hook != fromNetdev {
+		who = r.router(d.v6)
+	}
+	want := aboutPacketBy(who, in, [2]byte{3, 4}, [2]byte{2, 0}, mtu)
+	if r.counts[bpf.DpPwReasonPW_MSS_CLAMPED] != 0 && len(want) == len(r.out) {
+		return r.out // the option was lowered before, which the quote has
+	}
+	return r.throughTheTunnel(want)
+}
+
+// throughTheTunnel: the frame has the peer's address, see TestTTL.
+func (r *result) throughTheTunnel(want []byte) []byte {
+	if len(r.out) > 12 && (r.shot.hook == fromOverlay || len(r.seen()) != len(r.shot.pkt)) {
+		copy(want, r.out[:12])
 	}
 	return want
 }
@@ -153,7 +221,7 @@ func (r *result) unanswered() string {
 	switch {
 	case want == nil && r.told():
 		return "answered what must not be"
-	case want != nil && r.counts[refused]+r.counts[ttlSent] != 1:
+	case want != nil && r.answers() != 1:
 		return "not answered"
 	case want != nil && !slices.Equal(r.out, want):
 		return fmt.Sprintf("the answer is not\n     %x:", want)
@@ -268,4 +336,28 @@ func (w *world) shapes(fr frame, plain []byte) [][]byte {
 	}
 	return append(out, extend(w.t, plain, extension{kind: 0, bytes: 64}),
 		extend(w.t, plain, extension{44, 8, []byte{0, 0, 0, 0, 0, 9}}))
+}
+
+// A packet without anything behind its header is quoted, too; of a datagram in
+// fragments the first alone is answered.
+func TestAnswersToShortPacketsAndFragments(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		for n := range 10 {
+			fr := frame{src: ap(w.f.client, 0), dst: ap(w.f.local, 0), proto: protoGRE, ttl: 1, payload: pattern(n)}
+			if r := w.pod(devClient, fr).ended(ttlDrop); r.counts[ttlSent] != 1 {
+				t.Fatalf("%d bytes: %v", n, r)
+			}
+		}
+		dying := udp(ap(w.f.client, 1), ap(w.f.local, 2)).with(string(pattern(1000)))
+		dying.ttl = 1
+		for i, part := range cut(dying.bytes(t), 1, 496) {
+			if r := w.run(w.at(fromPod, part)).ended(ttlDrop); r.counts[ttlSent] != map[bool]uint64{true: 1}[i == 0] {
+				t.Fatalf("fragment %d: %v", i, r)
+			}
+		}
+		nobody := udp(ap(w.f.client, 1), ap(w.f.vipEmpty, svcPort)).with(string(pattern(1000)))
+		parts := cut(nobody.bytes(t), 2, 496)
+		w.run(w.at(fromPod, parts[0])).is(noBackend, miss, refused)
+		w.run(w.at(fromPod, parts[1])).is(fragmentLost)
+	})
 }

@@ -78,7 +78,13 @@ func decode6(pkt []byte) (decoded, bool) {
 		}
 		switch d.proto {
 		case 44:
-			d.fragment = d.fragment || binary.BigEndian.Uint16(ip[at+2:])&0xfff9 != 0
+			field := binary.BigEndian.Uint16(ip[at+2:])
+			d.fragment = d.fragment || field&0xfff9 != 0
+			if field&0xfff8 != 0 { // what follows is the middle of something
+				d.proto = ip[at]
+				d.at, d.upper = 14+at+8, ip[at+8:end]
+				return d, true
+			}
 		case 51:
 			size = (int(ip[at+1]) + 2) * 4
 		default:

@@ -300,62 +300,6 @@ func TestDSRBackendTellsFrontendsApart(t *testing.T) {
 	})
 }
 
-// Datagrams in fragments: each frame has the name, and the first begins the flow.
-func TestDSRFragments(t *testing.T) {
-	bothDSR(t, func(t *testing.T, w *world) {
-		f := w.f
-		call := udp(ap(f.world, 40000), ap(f.lb, svcPort)).with(string(pattern(1000)))
-		for round := range 2 {
-			for n, part := range cut(call.bytes(t), uint32(5+round), 496) {
-				r := w.run(w.at(fromNetdev, part)).ended(fwdEncap)
-				if want := uint64(0); n == 0 && round == 0 {
-					want = 1
-					if r.counts[created] != want {
-						t.Fatalf("fragment %d: %v", n, r)
-					}
-				}
-				if got, want := [12]byte(r.out[tunnelHeader:]), name(ap(f.remote, podPort), framePod); got != want {
-					t.Fatalf("fragment %d: the frame has MACs %x, want %x", n, got, want)
-				}
-			}
-		}
-
-		be := ap(f.local, podPort)
-		for round := range 2 {
-			var out [][]byte
-			for n, part := range cut(call.bytes(t), uint32(15+round), 496) {
-				r := w.named(f.nodeB, be, framePod, part).ended(fwdLocal)
-				if (n == 0 && round == 0) != (r.counts[created] == 1) {
-					t.Fatalf("fragment %d of datagram %d: %v", n, round, r)
-				}
-				out = append(out, r.out)
-			}
-			got := join(t, out)
-			if msg := wrong(got); msg != "" {
-				t.Fatalf("%s\n%x", msg, got)
-			}
-			if d, _ := decode(got); d.dst != be.Addr() {
-				t.Fatalf("to %v", d.dst)
-			}
-		}
-		// A later one names the backend of its datagram, or goes nowhere.
-		parts := cut(call.bytes(t), 25, 496)
-		w.named(f.nodeB, be, framePod, parts[0]).ended(fwdLocal)
-		w.named(f.nodeB, ap(f.third, podPort), framePod, parts[1]).ended(fragmentLost)
-		w.named(f.nodeC, be, framePod, parts[1]).ended(beforeFirst)
-		// Without their first, nothing is known: no kernel puts names together.
-		w.named(f.nodeB, be, framePod, cut(call.bytes(t), 26, 496)[1]).ended(beforeFirst)
-		// The answer, by the wire.
-		answer := udp(be, call.src).with(string(pattern(1000)))
-		for _, part := range cut(answer.bytes(t), 27, 496) {
-			r := w.run(shot{hook: fromPod, dev: devLocal, pkt: part}).ended(fwdWire)
-			if d, _ := decode(r.out); d.src != f.lb {
-				t.Fatalf("from %v", d.src)
-			}
-		}
-	})
-}
-
 // Nobody but a node may name a backend, and none that is not here.
 func TestDSRIsNoRoadElsewhere(t *testing.T) {
 	bothDSR(t, func(t *testing.T, w *world) {
@@ -439,5 +383,68 @@ func TestDSRErrors(t *testing.T) {
 		if src, dst := quoted(r.out); src != out.src || dst != out.dst {
 			t.Fatalf("it quotes %v -> %v", src, dst)
 		}
+	})
+}
+
+// A datagram in fragments goes in frames that all name its backend, is put
+// together there, and answered in fragments by the wire.
+func TestDSRFragments(t *testing.T) {
+	bothDSR(t, func(t *testing.T, w *world) {
+		f := w.f
+		out := udp(ap(f.world, 40000), ap(f.lb, svcPort)).with(string(pattern(1000)))
+		want := name(ap(f.remote, podPort), framePod)
+		for id := range uint32(2) {
+			var left [][]byte
+			for _, part := range cut(out.bytes(t), id, 496) {
+				r := w.run(w.at(fromNetdev, part)).ended(fwdEncap)
+				if got := [12]byte(r.inner()[:12]); got != want {
+					t.Fatalf("the frame has MACs %x, want %x", got, want)
+				}
+				left = append(left, r.inner())
+			}
+			if got := join(t, left); wrong(got) != "" || !slices.Equal(got[34:], out.bytes(t)[34:]) && !f.v6 {
+				t.Fatalf("%s: left as %x", wrong(got), got)
+			}
+		}
+
+		w.fill()
+		w.ways()
+		be := ap(f.local, podPort)
+		reached := func(parts, arrived [][]byte, dst netip.AddrPort) {
+			t.Helper()
+			got := join(t, arrived)
+			d, _ := decode(got)
+			if _, port := d.ports(); wrong(got) != "" || ap(d.dst, port) != dst || len(arrived) != len(parts) {
+				t.Fatalf("%s, to %v port %d: %x", wrong(got), d.dst, port, got)
+			}
+		}
+		for id := range uint32(2) {
+			var there, back [][]byte
+			parts := cut(out.bytes(t), id, 496)
+			for i, part := range parts {
+				r := w.named(f.nodeB, be, framePod, part).ended(fwdLocal)
+				if first := id == 0 && i == 0; r.counts[created] != 0 != first {
+					t.Fatalf("fragment %d of datagram %d: %v", i, id, r)
+				}
+				there = append(there, r.out)
+			}
+			reached(parts, there, be)
+			parts = cut(udp(be, out.src).with(string(pattern(1000))).bytes(t), id, 496)
+			for _, part := range parts {
+				back = append(back, w.run(shot{hook: fromPod, dev: devLocal, pkt: part}).ended(fwdWire).out)
+			}
+			reached(parts, back, out.src)
+			if d, _ := decode(back[1]); d.src != f.lb {
+				t.Fatalf("answered by %v", d.src)
+			}
+		}
+		// Another name, in the middle of it; ahead of the first; and a liar's.
+		parts := cut(out.bytes(t), 7, 496)
+		w.named(f.nodeB, be, framePod, parts[0]).ended(fwdLocal)
+		w.named(f.nodeB, ap(f.third, podPort), framePod, parts[1]).is(fragmentLost)
+		w.named(f.nodeC, be, framePod, parts[1]).is(beforeFirst)
+		w.named(f.nodeB, be, framePod, cut(out.bytes(t), 8, 496)[1]).is(beforeFirst)
+		liar := udp(ap(f.remote, 40000), out.dst).with(string(pattern(1000)))
+		w.named(f.nodeB, be, framePod, cut(liar.bytes(t), 9, 496)[0]).is(spoofedSource, miss)
 	})
 }

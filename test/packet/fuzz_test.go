@@ -7,9 +7,11 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"slices"
+	"sync"
 	"testing"
 
 	"github.com/podweir/podweir/internal/bpf"
+	"github.com/podweir/podweir/internal/loader"
 	"github.com/podweir/podweir/internal/maps"
 )
 
@@ -54,7 +56,27 @@ func oneOf[T any](r *rand.Rand, list []T) T { return list[r.IntN(len(list))] }
 
 // generate makes one packet for a hook, right in itself.
 func (w *world) generate(r *rand.Rand, h hook) []byte {
+	pkt := w.packet(r, h)
+	switch {
+	case h == fromNetdev && r.IntN(3) == 0:
+		if !w.f.v6 && r.IntN(2) == 0 {
+			return w.inIPIP(r, pkt)
+		}
+		return w.tunnelled(r, pkt)
+	case h == fromOverlay && r.IntN(3) == 0:
+		w.say(r, pkt)
+	}
+	return pkt
+}
+
+// packet is one without what is between nodes.
+func (w *world) packet(r *rand.Rand, h hook) []byte {
 	f := w.f
+	if len(w.queue) > 0 && r.IntN(2) == 0 {
+		pkt := w.queue[0]
+		w.queue = w.queue[1:]
+		return slices.Clone(pkt)
+	}
 	ports := []uint16{svcPort, podPort, nodePort, sctpPort, sctpXlate, 4789, 53, 1000, 1001, 0}
 	fr := frame{
 		src: ap(w.source(r, h), oneOf(r, ports)), dst: ap(oneOf(r, f.people()), oneOf(r, ports)),
@@ -81,10 +103,15 @@ func (w *world) generate(r *rand.Rand, h hook) []byte {
 		pkt[map[bool]int{false: 22, true: 21}[f.v6]] = 0
 		mend(pkt)
 	}
+	if !f.v6 && r.IntN(3) == 0 {
+		pkt = dontFragment(pkt)
+	}
 	switch r.IntN(10) {
 	case 0:
-		if len(fr.payload) >= 16 {
+		if len(fr.payload) >= 16 && r.IntN(3) == 0 {
 			pkt = w.fragment(fr, uint16(8*r.IntN(3)), r.IntN(2) == 0)
+		} else if len(fr.payload) > 100 {
+			pkt = w.pieces(r, fr)
 		}
 	case 1:
 		quoted := fr.back()
@@ -114,10 +141,56 @@ func (w *world) generate(r *rand.Rand, h hook) []byte {
 			pkt = withMSS(pkt)
 		}
 	}
-	if h == fromNetdev && r.IntN(3) == 0 {
-		pkt = w.tunnelled(r, pkt)
-	}
 	return pkt
+}
+
+// pieces are the fragments of a datagram, mostly in order: one now, the others
+// soon.
+func (w *world) pieces(r *rand.Rand, fr frame) []byte {
+	parts := cut(fr.bytes(w.t), uint32(r.IntN(4)), 8*(3+r.IntN(60)))
+	if len(parts) > 5 {
+		parts = append(parts[:4], parts[len(parts)-1])
+	}
+	if r.IntN(3) == 0 {
+		r.Shuffle(len(parts), func(i, j int) { parts[i], parts[j] = parts[j], parts[i] })
+	}
+	w.queue = append(w.queue, parts[1:]...)
+	return parts[0]
+}
+
+// inIPIP puts a packet into IPv4, not always rightly; or makes a router's word
+// about such a packet of ours.
+func (w *world) inIPIP(r *rand.Rand, pkt []byte) []byte {
+	o := outer()
+	out := wrapIPIP(w.t, oneOf(r, []netip.Addr{o.nodeB, o.nodeB, o.nodeC, o.world, o.nodeA}), o.nodeA, pkt)
+	switch r.IntN(10) {
+	case 0:
+		out[15] |= byte(r.IntN(4))
+	case 1:
+		out[20] |= oneOf(r, []byte{0x20, 0x40, 0x80, 1})
+	case 2:
+		copy(out[30:], oneOf(r, o.people()).AsSlice())
+	case 3:
+		return w.tooBigOutside(r, wrapIPIP(w.t, o.nodeA, oneOf(r, []netip.Addr{o.nodeB, o.world}), pkt))
+	}
+	mend(out)
+	return out
+}
+
+// tooBigOutside is about a packet between nodes.
+func (w *world) tooBigOutside(r *rand.Rand, about []byte) []byte {
+	word := binary.BigEndian.AppendUint32(nil, uint32(oneOf(r, []int{0, 68, 1300, 1480, 1500, 1 << 16})))
+	quote := about[14 : 14+min(len(about)-14, oneOf(r, []int{20, 28, 36, 44, 548}))]
+	return icmp(w.t, outer().router, outer().nodeA, [2]byte{3, 4}, append(word, quote...))
+}
+
+// say has the frame say something of its packet: by which node it entered, or
+// what backend it is for.
+func (w *world) say(r *rand.Rand, frame []byte) {
+	f := w.f
+	macs := name(ap(oneOf(r, []netip.Addr{f.client, f.client, f.client, f.local, f.free, f.remote, f.nodeA}), oneOf(r, []uint16{podPort, podPort, 53})),
+		oneOf(r, []uint8{framePod, framePod, frameHost, frameVia, 9}))
+	copy(frame, macs[:])
 }
 
 // kindOfError makes another error of a destination unreachable.
@@ -164,8 +237,15 @@ func withMSS(pkt []byte) []byte {
 // tunnelled puts a packet behind a tunnel header, not always a right one.
 func (w *world) tunnelled(r *rand.Rand, pkt []byte) []byte {
 	out := w.wrap(oneOf(r, []netip.Addr{outer().nodeB, outer().nodeB, outer().nodeC, outer().world, outer().nodeA}), pkt)
-	if r.IntN(4) == 0 {
+	switch r.IntN(6) {
+	case 0:
 		copy(out[56:], []byte{0x02, 'p', 'w', 0, 0, 0x02})
+	case 1:
+		w.say(r, out[tunnelHeader:])
+	case 2:
+		if r.IntN(4) == 0 {
+			return w.tooBigOutside(r, slices.Concat(out[:26], outer().nodeA.AsSlice(), out[26:30], out[34:]))
+		}
 	}
 	switch r.IntN(12) {
 	case 0:
@@ -251,6 +331,7 @@ func damage(r *rand.Rand, pkt []byte) []byte {
 // kernel may say of it.
 func (w *world) circumstances(r *rand.Rand, h hook, pkt []byte) shot {
 	s := w.at(h, pkt)
+	s.other = h == fromOverlay && len(pkt) > 14 && says(pkt) > frameVia // its address says something
 	switch r.IntN(8) {
 	case 0:
 		s.gso = oneOf(r, []uint32{1, 8, 536, 1400, 9000})
@@ -280,12 +361,12 @@ func (w *world) liven() map[hook][]frame {
 	out := make(map[hook][]frame)
 	add := func(h hook, fr ...frame) { out[h] = append(out[h], fr...) }
 	c := w.conn(40000)
-	c.send(syn).is(fwdEncap, miss, created)
+	c.send(syn)
 	c.answer.flags = syn | ack
 	w.arrive(outer().nodeB, c.answer).is(fwdDecap, hitNew)
 	add(fromPod, c.out)
 	add(fromOverlay, c.answer)
-	add(fromNetdev, c.answer)
+	add(fromNetdev, c.answer, c.answer, c.answer, c.answer)
 	// To the world, under this node's address.
 	for _, fr := range []frame{tcp(ap(f.client, 40001), ap(f.world, 443), syn), udp(ap(f.client, 40001), ap(f.world, 53)), echo(f.client, f.world, 77)} {
 		left := w.pod(devClient, fr).is(fwdWire, miss, created)
@@ -305,6 +386,14 @@ func (w *world) liven() map[hook][]frame {
 	add(fromNetdev, in, direct)
 	add(fromPod, direct.back())
 	add(fromOverlay, tcp(ap(f.remote, podPort), in.src, syn|ack))
+	// With an entry node's word, and its answer.
+	be := ap(f.client, podPort)
+	named := udp(ap(f.world, 40010), ap(f.lb, svcPort))
+	w.named(f.nodeB, be, framePod, named.bytes(w.t)).is(fwdLocal, miss, created)
+	w.named(f.nodeB, be, framePod, named.bytes(w.t)).is(fwdLocal, hitNew)
+	add(fromOverlay, named, named)
+	add(fromNetdev, named)
+	add(fromPod, udp(be, named.src))
 	// Of the host.
 	call := udp(ap(f.nodeA, 40004), ap(f.vip, svcPort))
 	w.host(call).ended(fwdLocal)
@@ -317,50 +406,68 @@ func (w *world) liven() map[hook][]frame {
 	return out
 }
 
+// everything is a datapath that does all that is not done unless asked for.
+var everything = sync.OnceValues(func() (*datapath, error) {
+	return load(loader.Config{FlowsMax: 32768, FlowsNewMax: 32768, DSR: true, Defrag: true})
+})
+
 // TestFuzz has every hook see thousands of packets, from right ones to
 // garbage, with flows, services and policies behind it, and then with maps
-// that hold nonsense. What must hold for each is in sane_test.go. A failure
-// names the seed: -seed N -packets M repeats it.
+// that hold nonsense; as a node does by default, and with all that it may do.
+// What must hold for each is in sane_test.go. A failure names the seed: -seed N
+// -packets M repeats it.
 func TestFuzz(t *testing.T) {
-	both(t, func(t *testing.T, w *world) {
-		total := make(map[reason]uint64)
-		for _, h := range allHooks() {
-			t.Run(maps.HookName(h), func(t *testing.T) {
-				w.t = t
-				for _, hostile := range []bool{false, true} {
-					w.fill()
-					w.ways()
-					live := w.liven()
-					w.live = live[h]
-					r := rand.New(rand.NewPCG(*fuzzSeed, uint64(h)))
-					n := *fuzzPackets
-					if hostile {
-						n /= 3
-					}
-					for i := range n {
-						if hostile && i%50 == 0 {
-							w.poison(r)
-						}
-						w.fuzz(r, h, i, hostile, total)
-					}
-				}
-				w.live = nil
-			})
-		}
-		kinds := 0
-		for range total {
-			kinds++
-		}
-		t.Logf("seed %d: %d reasons were seen", *fuzzSeed, kinds)
-		for _, why := range []reason{
-			passed, fwdLocal, fwdTunnel, fwdWire, fwdHost, fwdEncap, fwdDecap, hit, malformed, spoofedSource, spoofedFlow, unrelated, refused,
-			bpf.DpPwReasonPW_DROP_MULTICAST, bpf.DpPwReasonPW_DROP_TTL, bpf.DpPwReasonPW_DROP_POD_VXLAN,
-		} {
-			if total[why] == 0 && !(why == hit) {
-				t.Errorf("no packet of them all was counted as %s", maps.ReasonName(why))
-			}
-		}
+	expected := []reason{
+		passed, fwdLocal, fwdTunnel, fwdWire, fwdHost, fwdEncap, fwdDecap, malformed, spoofedSource, spoofedFlow, unrelated, refused,
+		multicasted, ttlDrop, ttlSent, tooBigSent, beforeFirst, bpf.DpPwReasonPW_DROP_POD_VXLAN,
+	}
+	t.Run("default", func(t *testing.T) {
+		both(t, func(t *testing.T, w *world) { w.fuzzHooks(t, w.ways, expected...) })
 	})
+	t.Run("everything", func(t *testing.T) {
+		both(t, func(t *testing.T, w *world) {
+			w.use(everything)
+			w.dsr, w.defrags = true, true
+			more := append(expected, reassembly)
+			if !w.f.v6 {
+				more = append(more, fwdIPIP, podIPIP)
+			}
+			w.fuzzHooks(t, w.ipip, more...)
+		})
+	})
+}
+
+// fuzzHooks throws packets at all hooks, and wants to have seen some reasons.
+func (w *world) fuzzHooks(t *testing.T, ways func(), expected ...reason) {
+	total := make(map[reason]uint64)
+	for _, h := range allHooks() {
+		t.Run(maps.HookName(h), func(t *testing.T) {
+			w.t = t
+			for _, hostile := range []bool{false, true} {
+				w.fill()
+				ways()
+				w.firsts, w.queue, w.live = make(map[datagramKey]int), nil, nil
+				w.live = w.liven()[h]
+				r := rand.New(rand.NewPCG(*fuzzSeed, uint64(h)))
+				n := *fuzzPackets
+				if hostile {
+					n /= 3
+				}
+				for i := range n {
+					if hostile && i%50 == 0 {
+						w.poison(r)
+					}
+					w.fuzz(r, h, i, hostile, total)
+				}
+			}
+		})
+	}
+	t.Logf("seed %d: %d reasons were seen", *fuzzSeed, len(total))
+	for _, why := range expected {
+		if total[why] == 0 && !t.Failed() {
+			t.Errorf("no packet of them all was counted as %s", maps.ReasonName(why))
+		}
+	}
 }
 
 // fuzz sends one packet.
@@ -402,13 +509,15 @@ func (w *world) throw(s shot, hostile bool) thrown {
 	if s.cut != 0 || !bytes.Equal(sized(s.pkt), s.pkt) {
 		s.gso = 0
 	}
+	s.hostile = hostile
 	res := thrown{result: w.fire(s)}
+	w.remember(res.shot)
 	if !hostile {
 		res.msg = res.broken()
 	} else if res.msg = res.spoiled(); res.msg == "" {
 		res.msg = res.unanswered()
 	}
-	if res.msg == "" && res.counts[refused] == 0 {
+	if res.msg == "" && !res.told() {
 		res.msg = w.insane(res.result, hostile)
 	}
 	return res
@@ -422,7 +531,9 @@ func (w *world) poison(r *rand.Rand) {
 	people := f.people()
 	for range 8 {
 		a := maps.ToAddr(oneOf(r, people))
-		switch r.IntN(9) {
+		switch r.IntN(10) {
+		case 9:
+			put(w, s.NodesV6, uint32(r.IntN(4)), maps.NodeV6{Pods: a, Host: maps.ToAddr(oneOf(r, people))})
 		case 0:
 			put(w, s.Endpoints, a, maps.Endpoint{Ifindex: number(), PolicyIn: uint32(r.IntN(3)), PolicyOut: uint32(r.IntN(3)), Identity: number(), Slot: number()})
 		case 1:
@@ -462,7 +573,9 @@ func (w *world) poisonFlow(r *rand.Rand, number func() uint32) {
 		if !ok {
 			continue
 		}
-		switch r.IntN(8) {
+		switch r.IntN(9) {
+		case 8:
+			e.Entry, e.Frame, e.Nexthop = uint16(number()), uint8(r.IntN(7)), maps.ToAddr(oneOf(r, w.f.people()))
 		case 0:
 			e.To = maps.Place{Id: number(), Kind: uint8(r.IntN(7))}
 		case 1:
@@ -500,7 +613,7 @@ func FuzzHooks(f *testing.F) {
 		r := rand.New(rand.NewPCG(1, uint64(i)))
 		for which, h := range allHooks() {
 			w.live = live[h]
-			for range 40 {
+			for range 8 {
 				f.Add(byte(which), fam.v6, w.generate(r, h))
 			}
 		}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/podweir/podweir/internal/bpf"
 	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/internal/tunnel"
 )
 
 const (
@@ -344,4 +345,130 @@ func TestAcceptUnencapsulated(t *testing.T) {
 		w.wire(udp(ap(w.f.far, 7), ap(w.f.client, podPort))).is(spoofedSource, miss)
 		w.wire(udp(ap(w.f.local, 7), ap(w.f.client, podPort))).is(spoofedSource, miss)
 	})
+}
+
+// Fragments go by VXLAN, which carries them whole; what is of the same flow and
+// in one piece goes in IPv4 all the same.
+func TestIPIPFragments(t *testing.T) {
+	w := ipv4World(t)
+	w.ipip()
+	fr := udp(ap(w.f.client, 40000), ap(w.f.remote, podPort)).with(string(pattern(1000)))
+	for id := range uint32(2) {
+		var left [][]byte
+		for _, part := range cut(fr.bytes(t), id, 496) {
+			left = append(left, w.run(w.at(fromPod, part)).ended(fwdEncap).inner())
+		}
+		if got := join(t, left); wrong(got) != "" || !slices.Equal(got[34:], fr.bytes(t)[34:]) {
+			t.Fatalf("%s: left as %x", wrong(got), got)
+		}
+		w.pod(devClient, fr).is(fwdIPIP, hitNew)
+	}
+}
+
+// What came in IPv4 and is answered goes back by the tunnel: the word that
+// its time has ended, to a flow's first packet and to those of a known one.
+func TestIPIPAnswers(t *testing.T) {
+	w := ipv4World(t)
+	for name, ways := range map[string]func(){"vxlan": w.ways, "ipip": w.ipip} {
+		t.Run(name, func(t *testing.T) {
+			w.t = t
+			w.fill()
+			ways()
+			answered := func(fr frame, why reason, engine ...reason) {
+				t.Helper()
+				r := w.arriveIPIP(outer().nodeB, fr).is(why, engine...)
+				if dst, src := [6]byte(r.out[:6]), [6]byte(r.out[6:12]); dst != mac(0xb) || src != tunnel.SourceMAC || r.mark&0x1000 == 0 {
+					t.Fatalf("back to MAC %x from %x, mark %#x", dst, src, r.mark)
+				}
+			}
+			for _, fr := range []frame{
+				tcp(ap(w.f.remote, 7), ap(w.f.client, podPort), syn), udp(ap(w.f.remote, 7), ap(w.f.client, podPort)), echo(w.f.remote, w.f.client, 7),
+			} {
+				fr.ttl = 1
+				answered(fr, ttlDrop, miss, created, ttlSent)
+				answered(fr, ttlDrop, hitNew, ttlSent)
+			}
+			// Services are for its own node, which refuses what nobody serves.
+			w.arriveIPIP(outer().nodeB, udp(ap(w.f.remote, 7), ap(w.f.vipEmpty, svcPort))).is(noService, miss)
+			// By the wire as it is, it goes back by the wire.
+			direct := tcp(ap(w.f.world, 7), ap(w.f.client, podPort), syn)
+			direct.ttl = 1
+			if r := w.wire(direct).is(ttlDrop, miss, created, ttlSent); [6]byte(r.out[:6]) != mac(0xee) {
+				t.Fatalf("back to MAC %x", r.out[:6])
+			}
+		})
+	}
+}
+
+// IPv4 under an IPv4 header has more room than under VXLAN; IPv6 has not.
+func TestTooBigForIPIP(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		w.ipip()
+		most, way := ipipMTU, fwdIPIP
+		if w.f.v6 {
+			most, way = innerMTU, fwdEncap
+		}
+		pod := func(fr frame) shot { return w.at(fromPod, dontFragment(fr.bytes(t))) }
+		for i, first := range []int{most, most + 1} {
+			out := udp(ap(w.f.client, uint16(40000+i)), ap(w.f.remote, podPort))
+			if first > most {
+				w.tooBig(pod(out.sized(first)), uint32(most), miss, created)
+			} else {
+				w.run(pod(out.sized(first))).is(way, miss, created)
+			}
+			w.run(pod(out.sized(most))).is(way, hitNew)
+			w.tooBig(pod(out.sized(most+1)), uint32(most), hitNew)
+			if !w.f.v6 {
+				w.pod(devClient, out.sized(most+1)).is(fwdTunnel, hitNew) // the device cuts
+			}
+		}
+		// Answers to an entry node take VXLAN, in whatever mode.
+		in := udp(ap(w.f.world, 40000), ap(w.f.client, podPort))
+		s := w.tunnelShot(w.f.nodeB, in.bytes(t))
+		copy(s.pkt[6:], []byte{2, 'p', 'w', 0, 0, frameVia})
+		w.run(s).is(fwdLocal, miss, created)
+		w.run(pod(in.back().sized(innerMTU))).is(fwdEncap, hitNew)
+		w.tooBig(pod(in.back().sized(innerMTU+1)), innerMTU, hitNew)
+
+		// A narrower way to that node.
+		w.node(nodeIDB, func(n *maps.Node) { n.Mtu = 1340 })
+		most -= innerMTU - 1340
+		out := udp(ap(w.f.client, 40000), ap(w.f.remote, podPort))
+		w.run(pod(out.sized(most))).is(way, hitNew)
+		w.tooBig(pod(out.sized(most+1)), uint32(most), hitNew)
+	})
+}
+
+// A router's word about an IPv4 header of ours is heard where we put such on.
+func TestLearnsTheMTUOfIPIP(t *testing.T) {
+	w := ipv4World(t)
+	w.ways()
+	inner := udp(ap(w.f.client, 40000), ap(w.f.remote, podPort)).sized(1400).bytes(t)
+	tells := func(mtu uint32, from, to netip.Addr) *result {
+		t.Helper()
+		quote := wrapIPIP(t, from, to, inner)[14:42] // as little as a router quotes
+		return w.run(w.at(fromNetdev, icmp(t, w.f.router, w.f.nodeA, [2]byte{3, 4}, append(binary.BigEndian.AppendUint32(nil, mtu), quote...))))
+	}
+	mtu := func() uint16 {
+		n, _, err := w.set.Nodes.Get(nodeIDB)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n.Mtu
+	}
+	tells(1400, w.f.nodeA, w.f.nodeB).is(passed) // there is none
+	w.ipip()
+	tells(1500, w.f.nodeA, w.f.nodeB).is(passed)
+	tells(1400, w.f.nodeC, w.f.nodeB).is(passed)
+	tells(1400, w.f.nodeA, w.f.world).is(passed)
+	if mtu() != innerMTU {
+		t.Fatalf("the node's MTU is %d", mtu())
+	}
+	tells(1400, w.f.nodeA, w.f.nodeB).is(passed, pmtu)
+	if mtu() != 1400-tunnelHeader {
+		t.Fatalf("the node's MTU is %d", mtu())
+	}
+	out := udp(ap(w.f.client, 40000), ap(w.f.remote, podPort))
+	w.run(w.at(fromPod, dontFragment(out.sized(1400-ipipHeader).bytes(t)))).is(fwdIPIP, miss, created)
+	w.tooBig(w.at(fromPod, dontFragment(out.sized(1400-ipipHeader+1).bytes(t))), 1400-ipipHeader, hitNew)
 }

@@ -96,6 +96,8 @@ type shot struct {
 	pkt    []byte
 	cut    int  // shorten the frame to this inside the kernel, which refuses short ones
 	other  bool // leave the destination MAC alone: a frame for somebody else
+
+	hostile bool // the maps hold nonsense
 }
 
 type result struct {
@@ -312,30 +314,22 @@ func (r *result) spoiled() string {
 	switch {
 	case r.told():
 		return "" // another packet, see unanswered and wrongAnswer
+	case r.action == actDrop:
+		return ""
 	case r.counts[fwdEncap] != 0:
 		if w := wrong(out); w != "" || len(out) != len(in)+tunnelHeader {
 			return w + " tunnel header is wrong"
 		}
-		out = out[tunnelHeader:]
 	case r.counts[fwdIPIP] != 0:
 		if w := wrong(out); w != "" || len(out) != len(in)+ipipHeader {
 			return w + " IPIP header is wrong"
 		}
-		out = unwrap(out)
-	case r.counts[fwdDecap] != 0:
-		if in[23] == protoIPIP {
-			in = unwrap(in)
-		} else {
-			in = in[tunnelHeader:]
-		}
-		if r.action == actDrop {
-			return ""
-		}
 	}
+	in, out = r.frames()
 	if len(out) > len(in) {
 		return "the packet grew"
 	}
-	if r.action == actDrop || wrong(in) != "" {
+	if wrong(in) != "" {
 		return ""
 	}
 	if w := wrong(out); w != "" {

@@ -36,9 +36,12 @@ func (w *world) insane(r *result, hostile bool) string {
 		if hostile {
 			return ""
 		}
+		if r.counts[reassembly] != 0 {
+			return w.wrongRise(r)
+		}
 		return w.wrongPass(r)
-	case r.counts[tooBigSent] != 0:
-		return r.wrongAnswer()
+	case r.told():
+		return "" // see unanswered
 	case maps.IsDrop(why):
 		if hostile {
 			return ""
@@ -46,40 +49,19 @@ func (w *world) insane(r *result, hostile bool) string {
 		return w.wrongDrop(r, why)
 	}
 	in, out := r.frames()
-	if msg := translated(in, out, r.shot.gso != 0, r.counts[clamped] != 0); msg != "" {
+	if msg := translated(in, out, r.shot.gso != 0, r.counts[clamped] != 0, r.unIPIP()); msg != "" {
 		return msg
 	}
 	if msg := r.aged(in, out, why); msg != "" {
 		return msg
 	}
-	if r.counts[fwdEncap] != 0 {
-		if msg := r.wrongOuter(); msg != "" {
-			return msg
-		}
+	if msg := r.wrongOuter(in); msg != "" {
+		return msg
 	}
 	if hostile {
 		return ""
 	}
 	return w.wrongForward(r, in, out, why)
-}
-
-// wrongAnswer checks what is sent back instead of a packet: an ICMP error about
-// it, to its sender.
-func (r *result) wrongAnswer() string {
-	in, ok1 := decode(r.shot.pkt)
-	out, ok2 := decode(r.out)
-	quote := quoteOf(r.out)
-	switch {
-	case r.action != actRedirect:
-		return fmt.Sprintf("the answer is not sent: action %d", int32(r.action))
-	case !ok2 || wrong(r.out) != "" || out.at+len(out.upper) != len(r.out):
-		return "the answer is no packet, or its checksum is wrong"
-	case !ok1 || out.dst != in.src || never(in.src) || in.dst.IsMulticast() || in.later(r.shot.pkt) || quoteOf(r.shot.pkt) != nil:
-		return fmt.Sprintf("an answer to %v where none may be", out.dst)
-	case quote == nil || len(quote) <= 42 || r.counts[clamped] == 0 && !bytes.HasPrefix(r.shot.pkt[14:], quote[14:]):
-		return "the answer does not quote the packet"
-	}
-	return ""
 }
 
 // sized gives a packet that is too large for its length field a length.
@@ -111,17 +93,28 @@ func (r *result) frames() (in, out []byte) {
 	if r.counts[fwdEncap] != 0 && len(out) >= tunnelHeader {
 		out = out[tunnelHeader:]
 	}
-	if r.counts[fwdDecap] != 0 && len(in) >= tunnelHeader {
+	if r.counts[fwdIPIP] != 0 && len(out) >= 14+ipipHeader {
+		out = unwrap(out)
+	}
+	switch {
+	case r.unIPIP():
+		in = unwrap(in)
+	case r.counts[fwdDecap] != 0 && len(in) >= tunnelHeader:
 		in = in[tunnelHeader:]
 	}
 	return in, out
+}
+
+// unIPIP: the packet was taken out of an IPv4 header.
+func (r *result) unIPIP() bool {
+	return r.shot.hook == fromNetdev && r.action != actNext && isIPIP(r.shot.pkt)
 }
 
 // whole: all headers are there that an action may need.
 func (d decoded) whole(gso bool) bool {
 	n := len(d.upper)
 	if d.fragment {
-		return true // ports are another packet's
+		return true // of a first one, all that is here was looked at
 	}
 	switch d.proto {
 	case maps.ProtoTCP:
@@ -166,7 +159,7 @@ func (d decoded) later(pkt []byte) bool {
 
 // translated: out is in with nothing changed but what a translation changes,
 // and every checksum exactly as right, or as wrong, as it was.
-func translated(in, out []byte, gso, mss bool) string {
+func translated(in, out []byte, gso, mss, ecn bool) string {
 	if len(in) != len(out) {
 		return fmt.Sprintf("%d bytes became %d", len(in), len(out))
 	}
@@ -179,6 +172,7 @@ func translated(in, out []byte, gso, mss bool) string {
 		return "what left is no packet"
 	}
 	may := mayChange(in, a, mss)
+	may[15] = may[15] || ecn
 	for i := range in {
 		if in[i] != out[i] && !may[i] {
 			return fmt.Sprintf("byte %d changed from %#x to %#x", i, in[i], out[i])
@@ -316,8 +310,24 @@ func (r *result) aged(in, out []byte, why reason) string {
 	return ""
 }
 
-// wrongOuter checks the header that was put before a packet.
-func (r *result) wrongOuter() string {
+// wrongOuter checks the header that was put before a packet, or taken off.
+func (r *result) wrongOuter(in []byte) string {
+	switch {
+	case r.counts[fwdEncap] != 0:
+		return r.wrongVXLAN(in)
+	case r.counts[fwdIPIP] != 0:
+		return r.wrongIPIP(in)
+	case r.unIPIP():
+		// RFC 6040 4.2: by inner, then outer; -1 is a drop.
+		want := [4][4]int{{0, 0, 0, -1}, {1, 1, 1, 3}, {2, 1, 2, 3}, {3, 3, 3, 3}}[in[15]&3][r.shot.pkt[15]&3]
+		if int(r.out[15]&3) != want || r.out[15]&^3 != in[15]&^3 {
+			return fmt.Sprintf("a TOS of %#x in one of %#x became %#x", in[15], r.shot.pkt[15], r.out[15])
+		}
+	}
+	return ""
+}
+
+func (r *result) wrongVXLAN(in []byte) string {
 	out, be := r.out, binary.BigEndian
 	d, ok := decode(out)
 	switch {
@@ -329,10 +339,169 @@ func (r *result) wrongOuter() string {
 		return "the tunnel header is not ours"
 	case d.src != outer().nodeA || d.dst != outer().nodeB && d.dst != outer().nodeC:
 		return fmt.Sprintf("the tunnel header goes from %v to %v", d.src, d.dst)
-	case !bytes.Equal(out[62:64], r.shot.pkt[12:14]):
+	case !bytes.Equal(out[62:64], in[12:14]):
 		return "the inner frame is of another kind"
+	case r.shot.gso == 0 && len(in)-14 > innerMTU:
+		return fmt.Sprintf("%d bytes under a tunnel header", len(in)-14)
+	}
+	return r.wrongECN(in)
+}
+
+// wrongIPIP: whole IPv4 packets alone, never errors, nothing that may be cut.
+func (r *result) wrongIPIP(in []byte) string {
+	d, ok := decode(r.out)
+	a, _ := decode(in)
+	switch {
+	case !ok || d.v6 || len(d.header) != 20 || d.proto != protoIPIP || d.ttl != 64 || len(d.upper) != len(r.out)-34:
+		return "the IPv4 header is none of ours"
+	case d.src != outer().nodeA || d.dst != outer().nodeB && d.dst != outer().nodeC:
+		return fmt.Sprintf("the IPv4 header goes from %v to %v", d.src, d.dst)
+	case binary.BigEndian.Uint32(r.out[18:]) != 0x4000:
+		return "the IPv4 header is numbered, or may be cut"
+	case a.v6 || a.fragment || quoteOf(in) != nil:
+		return "what IPv4 does not carry was put into it"
+	case r.shot.gso == 0 && len(in)-14 > ipipMTU:
+		return fmt.Sprintf("%d bytes under an IPv4 header", len(in)-14)
+	}
+	return r.wrongECN(in)
+}
+
+func (r *result) wrongECN(in []byte) string {
+	ecn := in[15] & 3
+	if in[12] == 0x86 {
+		ecn = in[15] >> 4 & 3
+	}
+	if r.out[15] != ecn {
+		return fmt.Sprintf("an outer TOS of %#x for ECN %d", r.out[15], ecn)
 	}
 	return ""
+}
+
+// ---- fragments -------------------------------------------------------------
+
+// A datagram is one hook's and one sender's.
+type datagramKey struct {
+	hook     hook
+	src, dst netip.Addr
+	proto    uint8 // of IPv4
+	id       uint32
+	node     uint32
+}
+
+// datagram is which one a fragment is of, and where it belongs there.
+func (w *world) datagram(s shot, pkt []byte) (k datagramKey, off int, ok bool) {
+	d, ok := decode(pkt)
+	if !ok || !d.fragment {
+		return k, 0, false
+	}
+	k = datagramKey{hook: s.hook, src: d.src, dst: d.dst, node: w.nodeOf(maps.FromAddr(s.tunnel.peer))}
+	if !d.v6 {
+		k.proto, k.id = d.proto, uint32(binary.BigEndian.Uint16(pkt[18:]))
+		return k, int(binary.BigEndian.Uint16(pkt[20:])&0x1fff) * 8, true
+	}
+	for next, at := pkt[20], 54; at+8 <= len(pkt) && at < d.at; {
+		size := (int(pkt[at+1]) + 1) * 8
+		switch next {
+		case 44:
+			if field := binary.BigEndian.Uint16(pkt[at+2:]); field&0xfff9 != 0 {
+				k.id = binary.BigEndian.Uint32(pkt[at+4:])
+				return k, int(field &^ 7), true
+			}
+			size = 8
+		case 51:
+			size = (int(pkt[at+1]) + 2) * 4
+		}
+		next, at = pkt[at], at+size
+	}
+	return k, 0, false
+}
+
+// nodeOf is the id of the node with that address, of whichever family.
+func (w *world) nodeOf(a netip.Addr) uint32 {
+	switch a {
+	case w.f.nodeB, outer().nodeB:
+		return nodeIDB
+	case w.f.nodeC, outer().nodeC:
+		return nodeIDC
+	}
+	return 0
+}
+
+// remember keeps what a first fragment says.
+func (w *world) remember(s shot) {
+	k, off, ok := w.datagram(s, s.pkt)
+	if !ok || off != 0 || w.firsts == nil {
+		return
+	}
+	d, _ := decode(s.pkt)
+	head := 8
+	if d.proto == maps.ProtoTCP && len(d.upper) >= 20 {
+		head = int(d.upper[12]>>4) * 4
+	}
+	if old, ok := w.firsts[k]; !ok || head < old {
+		w.firsts[k] = head
+	}
+}
+
+// wrongLater: a later fragment follows a first, and never lies over its header.
+func (w *world) wrongLater(r *result, in []byte) string {
+	k, off, ok := w.datagram(r.shot, in)
+	if !ok || off == 0 {
+		return ""
+	}
+	head, known := w.firsts[k]
+	switch {
+	case r.counts[created] != 0 || r.counts[miss] != 0:
+		return "a later fragment began a flow"
+	case !known:
+		return "a fragment went ahead of its first"
+	case off < head:
+		return fmt.Sprintf("a fragment at %d lies over a header of %d bytes", off, head)
+	}
+	return ""
+}
+
+// wrongRise: what the kernel is left to reassemble is in fragments, from who it
+// says, for a pod, and none of what only the frame tells about.
+func (w *world) wrongRise(r *result) string {
+	in, f := r.shot.pkt, w.f
+	d, ok := decode(in)
+	if !ok || !d.fragment || !w.defrags {
+		return "left to be reassembled without need or use"
+	}
+	if d.dst.IsMulticast() || f.podsA.Contains(d.dst) && !f.here(d.dst) {
+		return fmt.Sprintf("left to be reassembled for %v", d.dst)
+	}
+	if d.v6 != f.v6 {
+		return ""
+	}
+	switch r.shot.hook {
+	case fromPod:
+		if d.src != f.client {
+			return fmt.Sprintf("a pod's fragment from %v was left to be reassembled", d.src)
+		}
+	case fromNetdev:
+		if f.clustered(d.src) || never(d.src) || !f.here(d.dst) {
+			return fmt.Sprintf("the wire's fragment from %v to %v was left to be reassembled", d.src, d.dst)
+		}
+	case fromOverlay:
+		if says(in) != 0 || !f.here(d.dst) {
+			return "the tunnel's fragment was left to be reassembled"
+		}
+		return w.notBehind(r, in, d.src, maps.FromAddr(r.shot.tunnel.peer))
+	default:
+		return "the host's own fragment was left to be reassembled"
+	}
+	return ""
+}
+
+// says is what a frame of the tunnel says of its packet: [frameVia], a kind of
+// name, or nothing.
+func says(frame []byte) uint8 {
+	if slices.Equal(frame[6:9], []byte{2, 'p', 'w'}) && frame[11] >= frameVia && frame[11] <= frameHost {
+		return frame[11]
+	}
+	return 0
 }
 
 // ---- who may send what where ---------------------------------------------
@@ -454,6 +623,9 @@ func (w *world) wrongForward(r *result, in, out []byte, why reason) string {
 	if _, set := r.counts[fwdDecap]; !set && r.shot.hook != toPod && r.shot.hook != toOverlay && r.shot.hook != toNetdev && r.shot.hook != toLo && never(a.src) {
 		return fmt.Sprintf("sent on from %v", a.src)
 	}
+	if msg := w.wrongLater(r, in); msg != "" {
+		return msg
+	}
 	if f.here(b.dst) && why != fwdLocal && why != fwdDecap || !f.here(b.dst) && (why == fwdLocal || why == fwdDecap) {
 		return fmt.Sprintf("%s to %v", maps.ReasonName(why), b.dst)
 	}
@@ -465,12 +637,15 @@ func (w *world) wrongForward(r *result, in, out []byte, why reason) string {
 		if a.src != f.client {
 			return fmt.Sprintf("a pod's packet from %v was sent on", a.src)
 		}
-		if sport, dport := a.ports(); a.proto == maps.ProtoUDP && !a.fragment && dport == 4789 && (b.dst == f.nodeA || b.dst == f.nodeB || b.dst == f.nodeC) {
+		if sport, dport := a.ports(); a.proto == maps.ProtoUDP && !a.later(in) && dport == 4789 && (b.dst == f.nodeA || b.dst == f.nodeB || b.dst == f.nodeC) {
 			return fmt.Sprintf("a pod reached a node's tunnel port from %d", sport)
 		}
 	case fromNetdev:
 		if r.counts[fwdDecap] != 0 || len(in) != len(r.shot.pkt) {
 			return w.wrongTunnelled(r, a)
+		}
+		if n := says(out); n > frameVia && (why != fwdEncap && why != fwdTunnel || !w.dsr || f.clustered(a.src)) {
+			return fmt.Sprintf("a frame that says %d leaves", n)
 		}
 		if f.clustered(a.src) {
 			return fmt.Sprintf("from the wire %v was believed", a.src)
@@ -480,7 +655,10 @@ func (w *world) wrongForward(r *result, in, out []byte, why reason) string {
 		if r.shot.tunnel.vni != vni || from != f.nodeB && from != f.nodeC && from != outer().nodeB && from != outer().nodeC {
 			return fmt.Sprintf("a packet of %v was taken out of the tunnel", from)
 		}
-		return w.notBehind(r.shot.pkt, a.src, from)
+		if n := says(in); n > frameVia && quoteOf(in) == nil && !bytes.Equal(in[2:6], b.dst.AsSlice()[len(b.dst.AsSlice())-4:]) {
+			return fmt.Sprintf("%x was named, and %v got it", in[2:6], b.dst)
+		}
+		return w.notBehind(r, in, a.src, from)
 	}
 	return ""
 }
@@ -489,21 +667,25 @@ func (w *world) wrongForward(r *result, in, out []byte, why reason) string {
 // it lives behind that node.
 func (w *world) wrongTunnelled(r *result, inner decoded) string {
 	d, ok := decode(r.shot.pkt)
-	if !ok || d.proto != maps.ProtoUDP || len(d.upper) < 16 || d.src != outer().nodeB && d.src != outer().nodeC ||
-		binary.BigEndian.Uint32(d.upper[8:]) != 0x08000000 || binary.BigEndian.Uint32(d.upper[12:]) != vni<<8 {
-		return "a tunnel header was taken off that no node of ours wrote"
+	switch {
+	case !ok || d.src != outer().nodeB && d.src != outer().nodeC:
+	case r.unIPIP():
+		return w.notBehind(r, make([]byte, 12), inner.src, d.src)
+	case d.proto == maps.ProtoUDP && len(d.upper) >= 16 && binary.BigEndian.Uint32(d.upper[8:]) == 0x08000000 && binary.BigEndian.Uint32(d.upper[12:]) == vni<<8:
+		return w.notBehind(r, r.shot.pkt[tunnelHeader:], inner.src, d.src)
 	}
-	return w.notBehind(r.shot.pkt[tunnelHeader:], inner.src, d.src)
+	return "a tunnel header was taken off that no node of ours wrote"
 }
 
 // notBehind: an address of the cluster is where its node is; one from outside
-// has the mark of an entry node.
-func (w *world) notBehind(frame []byte, src, node netip.Addr) string {
+// has the mark of an entry node, or the name that it gives a backend, unless the
+// flow is known as one of that node's.
+func (w *world) notBehind(r *result, frame []byte, src, node netip.Addr) string {
 	f := w.f
 	isB := node == f.nodeB || node == outer().nodeB
 	good := isB && (f.podsB.Contains(src) || src == f.nodeB) || !isB && (f.podsC.Contains(src) || src == f.nodeC)
-	if slices.Equal(frame[6:12], []byte{0x02, 'p', 'w', 0, 0, 0x02}) {
-		good = !f.clustered(src)
+	if says(frame) != 0 || r.counts[hit]+r.counts[hitNew] == 1 {
+		good = good && says(frame) == 0 || !f.clustered(src)
 	}
 	if !good {
 		return fmt.Sprintf("%v was believed to be behind %v", src, node)

@@ -106,6 +106,11 @@ type world struct {
 	f family
 	*datapath
 	live []frame // of flows that are there, see liven
+
+	// What TestFuzz is about.
+	firsts       map[datagramKey]int // the headers of first fragments
+	queue        [][]byte            // fragments that come later
+	dsr, defrags bool
 }
 
 // both runs a test in the world of each family.
