@@ -419,3 +419,53 @@ func TestPolicyReachesRunningFlows(t *testing.T) {
 		})
 	}
 }
+
+// A masqueraded connection that is forgotten (N17): a new port cannot carry it
+// on. Whoever speaks first is reset at the latest by its next word, and hears
+// so as the one that it spoke as; nobody waits for ever.
+func TestMasqueradedFlowsThatVanish(t *testing.T) {
+	w := shared(t)
+	ctx := within(t, time.Minute)
+	for _, f := range families {
+		for _, how := range []struct {
+			name string
+			do   func(*testing.T, uint16)
+		}{{"removed", w.forget}, {"outlived", w.outlive}} {
+			for _, serverFirst := range []bool{false, true} {
+				t.Run(fmt.Sprint(f.name, " ", how.name, ", server first ", serverFirst), func(t *testing.T) {
+					at := port(extOf(f), 7790)
+					l := listen(t, w.Ext, at, nil)
+					accepted := make(chan net.Conn, 1)
+					go func() {
+						c, _ := l.Accept()
+						accepted <- c
+					}()
+					c, err := dial(ctx, w.client.Netns, port(f.of(w.client), w.port()), at, nil)
+					ok(t, err)
+					defer c.Close()
+					s := <-accepted
+					defer s.Close()
+					ok(t, say(c, s, "hello"))
+					ok(t, say(s, c, "hello"))
+					how.do(t, 7790)
+					first, second := c, s
+					if serverFirst {
+						first, second = s, c
+					}
+					if say(first, second, "goes on") == nil && say(second, first, "goes on") == nil {
+						return
+					}
+					for _, end := range []net.Conn{first, second} {
+						err := talk(end, "anybody there")
+						if err == nil {
+							err = talk(end, "anybody there")
+						}
+						if !isReset(err) {
+							t.Errorf("%v to %v: %v, want a reset", end.LocalAddr(), end.RemoteAddr(), err)
+						}
+					}
+				})
+			}
+		}
+	}
+}

@@ -337,3 +337,34 @@ func TestAcceptUnencapsulated(t *testing.T) {
 		w.wire(udp(ap(w.f.local, 7), ap(w.f.client, podPort))).is(spoofedSource, miss)
 	})
 }
+
+// A router's word about a packet that went in IPv4: both of what goes so and
+// of what goes by VXLAN to that node, less is sent. Only of who is sent IPv4 in
+// IPv4 (N10).
+func TestIPIPLearnsTheMTU(t *testing.T) {
+	w := ipv4World(t)
+	w.ipip()
+	a, b := outer().nodeA, outer().nodeB
+	put(w, w.set.Nodes, 0, maps.Node{Addr: maps.ToAddr(a)})
+	put(w, w.set.NodeIDs, maps.ToAddr(b), nodeIDB)
+	out := udp(ap(w.f.client, 40000), ap(w.f.remote, podPort))
+	pod := func(fr frame) shot { return w.at(fromPod, dontFragment(fr.bytes(t))) }
+	tells := func(from netip.Addr, mtu uint32) *result {
+		t.Helper()
+		quote := wrapIPIP(t, from, b, out.sized(ipipMTU).bytes(t))[14:]
+		word := binary.BigEndian.AppendUint32(nil, mtu)
+		return w.run(w.at(fromNetdev, icmp(t, w.f.router, a, [2]byte{3, 4}, append(word, quote[:28]...))))
+	}
+	w.run(pod(out.sized(ipipMTU))).is(fwdIPIP, miss, created)
+	w.tooBig(pod(out.sized(ipipMTU+1)), ipipMTU, hitNew)
+	tells(w.f.nodeC, 1400).is(passed) // not our packet
+	const way = 1400
+	tells(a, way).is(passed, pmtu)
+	w.run(pod(out.sized(way-ipipHeader))).is(fwdIPIP, hitNew)
+	w.tooBig(pod(out.sized(way-ipipHeader+1)), way-ipipHeader, hitNew)
+	w.run(pod(udp(out.src, ap(w.f.far, podPort)).sized(ipipMTU))).is(fwdIPIP, miss, created)
+
+	w.node(nodeIDB, func(n *maps.Node) { n.Flags &^= maps.NodeIPIP })
+	tells(a, 1300).is(passed)
+	w.run(pod(out.sized(way-tunnelHeader))).is(fwdEncap, hitNew)
+}

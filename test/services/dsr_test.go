@@ -20,7 +20,7 @@ import (
 // and a backend on another node answers clients outside by itself.
 func TestDSR(t *testing.T) {
 	t.Parallel()
-	for _, mode := range []string{"vxlan", "direct", "cross-subnet"} {
+	for _, mode := range []string{"vxlan", "direct", "cross-subnet", "ipip"} {
 		t.Run(mode, func(t *testing.T) {
 			w := own(t, "--external-source", "dsr", "--routing-mode", mode)
 			w.T.Run("S6", func(t *testing.T) { w.sub(t).directReplies() })

@@ -49,7 +49,7 @@ func (w *world) forwarded(n *cluster.Node, chain string) (packets int) {
 // their packets gets there, the first of a flow included (N21).
 func TestN21ForwardDrop(t *testing.T) {
 	t.Parallel()
-	for _, mode := range []string{"vxlan", "direct", "cross-subnet"} {
+	for _, mode := range []string{"vxlan", "direct", "cross-subnet", "ipip"} {
 		t.Run(mode, func(t *testing.T) {
 			w := own(t, "--routing-mode", mode)
 			w.dropForwarding()
