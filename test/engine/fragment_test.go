@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"slices"
 	"testing"
 	"time"
@@ -107,8 +108,9 @@ var (
 
 // Datagrams that leave their sender in fragments arrive whole, and so do the
 // answers, whatever way their flow goes (N11).
-func TestLargeDatagrams(t *testing.T) {
-	w := shared(t)
+func TestLargeDatagrams(t *testing.T) { shared(t).largeDatagrams(t) }
+
+func (w *world) largeDatagrams(t *testing.T) {
 	ctx := within(t, 2*time.Minute)
 	w.fragmented(t, ctx, "big-remote", "10.98.11.1", "fd00:10:98::b1", 30110, w.remote)
 	w.fragmented(t, ctx, "big-local", "10.98.11.2", "fd00:10:98::b2", 30120, w.local)
@@ -159,19 +161,29 @@ func TestLargeDatagrams(t *testing.T) {
 				}()
 				u := udp(t, c.from, "", port(c.to, c.port), nil)
 				defer u.Close()
-				buf, tooBig := make([]byte, 64<<10), 0
+				buf, tooBig, answerer := make([]byte, 64<<10), 0, false
 				for i, size := range append(sizes, sizes...) {
 					want := bytesOf(byte(i), size)
 					_, err := u.Write(want)
 					ok(t, err)
-					ok(t, u.SetReadDeadline(soon()))
-					n, err := u.Read(buf)
-					if errors.Is(err, unix.EMSGSIZE) && c.from == w.Ext {
-						// The tunnel's MTU, which its host knows by now.
+					n := 0
+					for until := soon(); ; {
+						ok(t, u.SetReadDeadline(time.Now().Add(100*time.Millisecond)))
+						n, err = u.Read(buf)
+						told := errors.Is(err, unix.EMSGSIZE) // the tunnel's MTU, which its host knows by now
+						if late := errors.Is(err, os.ErrDeadlineExceeded); late && time.Now().Before(until) {
+							// So does the pod that answers, whose way is wider in other modes.
+							if answerer || counters(t, w.b).since(beforeB)["drop_too_big/from_pod"] == 0 {
+								continue
+							}
+							told, answerer = true, true
+						}
+						if !told || c.from != w.Ext {
+							break
+						}
 						_, err = u.Write(want)
 						ok(t, err)
 						tooBig++
-						n, err = u.Read(buf)
 					}
 					if err != nil || !bytes.Equal(buf[:n], want) {
 						t.Fatalf("datagram of %d bytes: %d came back, %v; node-a %v, node-b %v", size, n, err,
@@ -181,13 +193,13 @@ func TestLargeDatagrams(t *testing.T) {
 						t.Errorf("the server sees %v, want %v", from, c.source)
 					}
 				}
-				if tooBig > 1 {
-					t.Errorf("the sender was told the MTU %d times", tooBig)
+				if tooBig > 2 {
+					t.Errorf("senders were told the MTU %d times", tooBig)
 				}
 				for n, d := range map[string]counts{"node-a": counters(t, w.a).since(before).drops(), "node-b": counters(t, w.b).since(beforeB).drops()} {
 					for k, v := range d {
 						// The rest of what was too large.
-						if tooBig > 0 && (k == "drop_too_big/from_netdev" || k == "drop_fragment_before_first/from_overlay") {
+						if tooBig > 0 && (k == "drop_too_big/from_netdev" || k == "drop_too_big/from_pod" || k == "drop_fragment_before_first/from_overlay") {
 							continue
 						}
 						t.Errorf("%s: %s %d", n, k, v)
