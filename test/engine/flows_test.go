@@ -419,3 +419,71 @@ func TestPolicyReachesRunningFlows(t *testing.T) {
 		})
 	}
 }
+
+// A masqueraded connection that is forgotten (N17): a new port cannot carry it
+// on. Whoever speaks is reset, and hears so; nobody waits for ever.
+func TestMasqueradedFlowsThatVanish(t *testing.T) {
+	w := shared(t)
+	ctx := within(t, time.Minute)
+	for _, f := range families {
+		for _, how := range []struct {
+			name string
+			do   func(*testing.T, uint16)
+		}{{"removed", w.forget}, {"outlived", w.outlive}} {
+			for _, serverFirst := range []bool{false, true} {
+				t.Run(fmt.Sprint(f.name, " ", how.name, ", server first ", serverFirst), func(t *testing.T) {
+					at := port(extOf(f), 7790)
+					l := listen(t, w.Ext, at, nil)
+					accepted := make(chan net.Conn, 1)
+					go func() {
+						c, _ := l.Accept()
+						accepted <- c
+					}()
+					c, err := dial(ctx, w.client.Netns, port(f.of(w.client), w.port()), at, nil)
+					ok(t, err)
+					defer c.Close()
+					s := <-accepted
+					defer s.Close()
+					ok(t, say(c, s, "hello"))
+					ok(t, say(s, c, "hello"))
+					how.do(t, 7790)
+					first, second := c, s
+					if serverFirst {
+						first, second = s, c
+					}
+					said, heard := nextByte(t, first), nextByte(t, second)
+					_, err = io.WriteString(first, "x")
+					ok(t, err)
+					select {
+					case err := <-heard:
+						if err != nil {
+							t.Errorf("who was spoken to: %v", err)
+						}
+						return // it goes on
+					case err := <-said:
+						if !isReset(err) {
+							t.Errorf("who spoke first: %v, want a reset", err)
+						}
+					}
+					_, err = io.WriteString(second, "x")
+					ok(t, err)
+					if err := <-heard; !isReset(err) {
+						t.Errorf("the other end: %v, want a reset", err)
+					}
+				})
+			}
+		}
+	}
+}
+
+// nextByte reads one, in its own time.
+func nextByte(t *testing.T, c net.Conn) <-chan error {
+	t.Helper()
+	ok(t, c.SetDeadline(soon()))
+	done := make(chan error, 1)
+	go func() {
+		_, err := c.Read(make([]byte, 1))
+		done <- err
+	}()
+	return done
+}

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"slices"
 	"sync/atomic"
 	"testing"
@@ -212,19 +213,29 @@ func (w *world) largeDatagrams(t *testing.T, ctx context.Context, remote *cluste
 				}
 				u := udp(t, c.from, "", port(c.to, c.port), nil)
 				defer u.Close()
-				buf, tooBig := make([]byte, 64<<10), 0
+				buf, tooBig, answerer := make([]byte, 64<<10), 0, false
 				for i, size := range append(sizes, sizes...) {
 					want := bytesOf(byte(i), size)
 					_, err := u.Write(want)
 					ok(t, err)
-					ok(t, u.SetReadDeadline(soon()))
-					n, err := u.Read(buf)
-					if errors.Is(err, unix.EMSGSIZE) && c.from == w.Ext {
-						// The tunnel's MTU, which its host knows by now.
+					n := 0
+					for until := soon(); ; {
+						ok(t, u.SetReadDeadline(time.Now().Add(100*time.Millisecond)))
+						n, err = u.Read(buf)
+						told := errors.Is(err, unix.EMSGSIZE) // the tunnel's MTU, which its host knows by now
+						if late := errors.Is(err, os.ErrDeadlineExceeded); late && time.Now().Before(until) {
+							// So does the pod that answers, whose way is wider in other modes.
+							if answerer || counters(t, w.b).since(beforeB)["drop_too_big/from_pod"] == 0 {
+								continue
+							}
+							told, answerer = true, true
+						}
+						if !told || c.from != w.Ext {
+							break
+						}
 						_, err = u.Write(want)
 						ok(t, err)
 						tooBig++
-						n, err = u.Read(buf)
 					}
 					if err != nil || !bytes.Equal(buf[:n], want) {
 						t.Fatalf("datagram of %d bytes: %d came back, %v; node-a %v, node-b %v", size, n, err,

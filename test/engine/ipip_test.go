@@ -98,6 +98,7 @@ func TestIPIP(t *testing.T) {
 	}
 	t.Run("datagrams in one packet", func(t *testing.T) { w.ipipSegments(t) })
 	t.Run("sources", func(t *testing.T) { w.ipipSources(ctx, t) })
+	t.Run("unallocated", func(t *testing.T) { w.unallocated(ctx, t) })
 	t.Run("a pod that forwards", w.podThatForwards)
 	checksumErrors(t, w.client.Netns, w.remote.Netns, w.a.Netns, w.b.Netns)
 }

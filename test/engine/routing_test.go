@@ -2,11 +2,14 @@ package engine
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/netip"
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/podweir/podweir/test/cluster"
 )
@@ -107,6 +110,7 @@ func TestDirectRouting(t *testing.T) {
 		})
 	}
 	t.Run("sources", func(t *testing.T) { directSources(ctx, t, w) })
+	t.Run("unallocated", func(t *testing.T) { w.unallocated(ctx, t) })
 	checksumErrors(t, w.client.Netns, w.remote.Netns, w.a.Netns, w.b.Netns)
 }
 
@@ -158,6 +162,50 @@ func directSources(ctx context.Context, t *testing.T, w *world) {
 		n, _, err := server.ReadFromUDP(buf)
 		if err != nil || string(buf[:n]) != src {
 			t.Errorf("from %s: %q, %v", src, buf[:n], err)
+		}
+	}
+}
+
+// unallocated: what is for an address of a node's pod range that no pod has
+// ends on that node (N2), from its own pods and from another's.
+func (w *world) unallocated(ctx context.Context, t *testing.T) {
+	for _, f := range families {
+		nobody := f.pick("10.244.80.200", "fd00:10:244:50::c8")
+		for _, c := range []struct {
+			from  *cluster.Pod
+			times int // that it is seen on the underlay
+		}{{w.client, 0}, {w.remote, 1}} {
+			t.Run(f.name+" from "+c.from.PodName, func(t *testing.T) {
+				tap, err := w.Tap(ctx)
+				ok(t, err)
+				defer tap.Close()
+				_, err = udp(t, c.from.Netns, "", port(nobody, serverPort), nil).Write([]byte("anybody?"))
+				ok(t, err)
+				seen := func(p *cluster.Packet) bool {
+					l := p.Last()
+					return l != nil && l.Proto == unix.IPPROTO_UDP && l.Dst == nobody
+				}
+				if c.times > 0 {
+					_, err = tap.Find(ctx, "a packet to nobody", seen)
+					ok(t, err)
+				}
+				for range 2 { // what was sent on has passed the tap before the second
+					_, err = w.a.Ping(ctx, "172.31.0.1")
+					ok(t, err)
+				}
+				eventually(t, ctx, func() error {
+					pings := tap.Matching(func(p *cluster.Packet) bool {
+						return p.Outer != nil && p.Inner == nil && p.Outer.Proto == unix.IPPROTO_ICMP && p.Outer.Src == nodeAddr(families[0], w.a)
+					})
+					if len(pings) < 2 {
+						return errors.New("the capture is behind")
+					}
+					return nil
+				})
+				if got := tap.Matching(seen); len(got) != c.times {
+					t.Errorf("%d packets on the underlay, want %d: %v", len(got), c.times, got)
+				}
+			})
 		}
 	}
 }

@@ -378,6 +378,13 @@ func TestDSRErrors(t *testing.T) {
 			t.Fatalf("it quotes %v -> %v", src, dst)
 		}
 		w.named(f.nodeC, be, framePod, icmpError(t, f.router, f.nodeB, out.back().bytes(t))).is(unrelated)
+		// An address that several nodes are reached by: the error meets this one.
+		shared := udp(ap(f.world, 40001), ap(f.lb, svcPort))
+		w.named(f.nodeB, be, framePod, shared.bytes(t)).is(fwdLocal, miss, created)
+		r = w.run(w.at(fromNetdev, icmpError(t, f.router, f.lb, shared.back().bytes(t)))).is(fwdLocal).leaves(ap(f.router, 0), ap(f.local, 0))
+		if src, dst := quoted(r.out); src != be || dst != shared.src {
+			t.Fatalf("it quotes %v -> %v", src, dst)
+		}
 		// What the backend says of the client's packet leaves by the wire.
 		r = w.run(shot{hook: fromPod, dev: devLocal, pkt: icmpError(t, f.local, f.world, udp(out.src, be).bytes(t))}).is(fwdWire).leaves(ap(f.nodeB, 0), ap(f.world, 0))
 		if src, dst := quoted(r.out); src != out.src || dst != out.dst {

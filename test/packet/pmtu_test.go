@@ -173,6 +173,8 @@ func TestLearnsTheTunnelsMTU(t *testing.T) {
 			nothing("another port", tells(kind, 1400, sent(func(fr *frame) { fr.dst = ap(under.nodeB, 4790) })))
 			nothing("an unknown node", tells(kind, 1400, sent(func(fr *frame) { fr.dst = ap(under.world, 4789) })))
 			nothing("not our packet", tells(kind, 1400, sent(func(fr *frame) { fr.src = ap(under.nodeC, 1) })))
+			spare := sent(func(fr *frame) { fr.src = ap(under.nodeC, 0xc123) })
+			nothing("by no end of our tunnels", w.run(w.at(fromNetdev, icmp(t, router, under.nodeC, kind, append([]byte{0, 0, 5, 0x78}, spare[:500]...)))))
 			wrongVNI := slices.Clone(vxlan)
 			wrongVNI[5]++
 			nothing("another VNI", tells(kind, 1400, sent(func(fr *frame) { fr.payload = wrongVNI })))

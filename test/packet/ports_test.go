@@ -77,3 +77,35 @@ func holdPort(t *testing.T, proto uint8, at netip.AddrPort) io.Closer {
 	t.Cleanup(func() { s.Close() }) // a second time, where the test went on
 	return s
 }
+
+// The host calls a place outside under a port, or an echo's identifier, that a
+// pod's flow to the same place has by now: it goes on under another one, and
+// each hears its own answers and errors (N9).
+func TestHostsCallUnderAPodsPort(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		f := w.f
+		for _, sent := range []frame{
+			tcp(ap(f.client, 40000), ap(f.world, 443), syn),
+			udp(ap(f.client, 40000), ap(f.world, 53)),
+			echo(f.client, f.world, 77),
+		} {
+			pod := w.talk(w.pod(devClient, sent).is(fwdWire, miss, created), sent, sent.dst)
+			call := pod // what the host sends is what the pod's packet has become
+			host := w.talk(w.run(w.at(toNetdev, call.bytes(t))).is(fwdWire, miss, portChanged), call, call.dst)
+			if host.src.Addr() != f.nodeA || host.src.Port() == call.src.Port() {
+				t.Fatalf("protocol %d: the host's call left as %v beside the pod's %v", sent.proto, host.src, pod.src)
+			}
+			reply := func(fr frame) frame {
+				fr = fr.back()
+				if fr.proto == maps.ProtoTCP {
+					fr.flags = syn | ack
+				}
+				return fr
+			}
+			w.wire(reply(pod)).is(fwdLocal, hitNew).leaves(sent.dst, sent.src)
+			w.wire(reply(host)).is(fwdHost, hitNew).leaves(call.dst, call.src)
+			w.becomes(w.errorAt(fromNetdev), said{f.router, f.nodeA, pod}, fwdLocal, said{f.router, f.client, sent})
+			w.becomes(w.errorAt(fromNetdev), said{f.router, f.nodeA, host}, fwdHost, said{f.router, f.nodeA, call})
+		}
+	})
+}

@@ -235,6 +235,10 @@ func TestExpiry(t *testing.T) {
 				if w.entry(c.conn.out).confirmed {
 					t.Fatal("the expired entry is still there")
 				}
+				// And so it is for what starts nothing.
+				w.age(k, limits.TCPNew+time.Second)
+				w.age(c.conn.answer.key(), limits.TCPNew+time.Second)
+				c.conn.send(ack).is(fwdTunnel, takenOver, miss, created, bpf.DpPwReasonPW_FLOW_MIDSTREAM)
 			})
 		}
 	})

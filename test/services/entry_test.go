@@ -291,6 +291,7 @@ func TestSnat(t *testing.T) {
 				{from: "node-a", svc: "far", to: "node@node-a node@node-a/second", by: "back-b", sees: "node-a node-a/second"},
 				// And what is for nobody.
 				{from: "out pod-a", svc: "none", to: "lb node@node-b", refused: true, why: "drop_no_backend"},
+				{from: "out pod-a node-a", svc: "deaf", to: "lb ext node@node-a", refused: true},
 				{from: "out", svc: "ex-local-b", to: "lb", why: "drop_no_local_external", at: "node-a from_netdev"},
 				{from: "out-b", svc: "for-out", to: "lb", why: "drop_source_range", at: "node-b from_netdev"},
 				{from: "pod-a", svc: "for-pod-a", to: "lb", by: "back-a back-b", sees: "node-a"},

@@ -32,6 +32,9 @@ var table = []service{
 	{name: "ex-local-host", ends: "node-a node-b", local: "external"},
 	{name: "world", ends: "ext"},
 
+	{name: "deaf", ends: "back-a back-b", target: 7777},
+	{name: "deaf-hosts", ends: "node-a node-b", target: 7777},
+
 	{name: "self", ends: "pod-a"},
 	{name: "self-or", ends: "pod-a back-b"},
 
@@ -188,6 +191,12 @@ var rows = []row{
 	// What a client outside opened is answered under the pod's own address.
 	{from: "out out-b", addr: "pod-a", port: 8080, by: "pod-a"},
 	{from: "out out-b", addr: "pod-b", port: 8080, by: "pod-b"},
+
+	// N10: nobody listens at the backends. Who called hears it, of UDP by an
+	// ICMP error about its own packet.
+	{from: everyone, svc: "deaf", to: "cluster lb node@node-a node@node-b", refused: true},
+	{from: "pod-a out out-b node-b", svc: "deaf-hosts", to: "cluster lb node@node-a", refused: true},
+	{from: "pod-a pod-b node-a node-b", addr: "back-b node-b ext", port: 7777, refused: true},
 
 	// S11: to oneself, alone and as one of several.
 	{from: "pod-a", svc: "self", to: anywhere, by: "pod-a", sees: "node-a"},
