@@ -43,6 +43,12 @@ build: generate ## builds bin/podweir-agent, bin/podweir-cni, bin/podweir and th
 	@go build -o bin/pw-bench-scale ./test/bench/scale
 	@clang-19 -O2 -Wall -Wextra -Werror -static -o bin/pw-path-core $(PATH_CORE)
 
+IMAGE ?= podweir:dev
+
+.PHONY: image
+image: generate ## builds bin/podweir-image.tar, a container image; IMAGE=NAME:TAG
+	@tools/image.sh bin/podweir-image.tar $(IMAGE)
+
 .PHONY: fmt
 fmt: ## formats Go and C
 	@gofmt -w $$(git ls-files '*.go')
