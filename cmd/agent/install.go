@@ -80,3 +80,17 @@ it (mountPropagation: Bidirectional).`,
 	cmd.Flags().StringVar(&dir, "dir", "/sys/fs/bpf", "folder to mount it on")
 	return cmd
 }
+
+func waitCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "wait",
+		Short: "Does nothing until it is ended",
+		Long: `Does nothing until it is ended: for a pod whose work is that of its init
+containers, such as removing podweir from a node.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			<-cmd.Context().Done()
+			return nil
+		},
+	}
+}

@@ -134,12 +134,11 @@ When it stops, programs and maps stay in place and traffic goes on;
 	pfs.StringVar(&f.logLevel, "log-level", "info", "debug, info, warn or error")
 	pfs.StringVar(&f.logFormat, "log-format", "text", "text or json")
 
-	cmd.AddCommand(cleanupCommand(f), installCommand(f), mountCommand(f))
+	cmd.AddCommand(cleanupCommand(f), installCommand(f), mountCommand(f), waitCommand())
 	return cmd
 }
 
 func cleanupCommand(f *flags) *cobra.Command {
-	var wait bool
 	cmd := &cobra.Command{
 		Use:   "cleanup",
 		Short: "Removes everything an agent left on this node",
@@ -149,22 +148,17 @@ sysctls back that nobody has changed since. The CNI configuration and the plugin
 go as well where --cni-conf-dir and --cni-bin-dir are given. Stop the agent
 first.`,
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) (err error) {
+		RunE: func(*cobra.Command, []string) (err error) {
 			if f.Log, err = f.logger(); err != nil {
 				return err
 			}
 			if err := f.absolute(); err != nil {
 				return err
 			}
-			if err := agent.Cleanup(f.Config); err != nil || !wait {
-				return err
-			}
-			<-cmd.Context().Done()
-			return nil
+			return agent.Cleanup(f.Config)
 		},
 	}
 	cmd.Flags().StringVar(&f.CNIBinDir, "cni-bin-dir", "", "folder of plugins to remove podweir-cni from; empty for none")
-	cmd.Flags().BoolVar(&wait, "wait", false, "when done, wait to be ended: for a DaemonSet, which would start it again")
 	return cmd
 }
 
