@@ -93,6 +93,17 @@ demo-down: root ## removes what demo-keep left
 	@if [[ ! -x bin/pw-demo ]]; then $(MAKE) deps build; fi
 	@bin/pw-demo down
 
+.PHONY: cluster
+cluster: root build image ## Kubernetes on this machine, three nodes, podweir on it (as root); the first time builds Kubernetes
+	@tools/deps.sh cluster
+	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
+	@bin/pw-cluster up
+
+.PHONY: cluster-down
+cluster-down: root ## removes what make cluster brought up, but for its cache
+	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
+	@bin/pw-cluster down
+
 BENCH_PATH ?= --json bin/bench-path.json
 
 .PHONY: bench-path
