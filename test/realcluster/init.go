@@ -6,6 +6,8 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
+	"strings"
 
 	"golang.org/x/sys/unix"
 )
@@ -45,13 +47,20 @@ func (c Config) NodeInit(name string) error {
 // mounts are made in this order; each is private to the node until the last
 // line, which shares them with the mount namespaces of its containers.
 func (n Node) mounts(c Config) error {
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+		return err
+	}
+	// What the machine has mounted under /run, such as network namespaces,
+	// would live for as long as the node.
+	if err := detachBelow("/run/"); err != nil {
+		return err
+	}
 	old := n.path("cgroup")
 	for _, m := range []struct {
 		source, target, fstype string
 		flags                  uintptr
 		data                   string
 	}{
-		{"", "/", "", unix.MS_REC | unix.MS_PRIVATE, ""},
 		{"proc", "/proc", "proc", 0, ""},
 		// /sys shows the devices of the network namespace it is mounted in. The
 		// cgroups are carried over, the one of v2 from the node's own on.
@@ -89,4 +98,22 @@ func (n Node) mounts(c Config) error {
 		return err
 	}
 	return os.WriteFile("/opt/cni/bin/loopback", data, 0o755)
+}
+
+// detachBelow unmounts everything below a folder, the last mounted first.
+func detachBelow(dir string) error {
+	data, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return err
+	}
+	lines := strings.Split(string(data), "\n")
+	slices.Reverse(lines)
+	for _, l := range lines {
+		if f := strings.Fields(l); len(f) > 4 && strings.HasPrefix(f[4], dir) {
+			if err := unix.Unmount(f[4], unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) {
+				return fmt.Errorf("unmount %s: %w", f[4], err)
+			}
+		}
+	}
+	return nil
 }

@@ -200,10 +200,7 @@ func (c Config) startNode(ctx context.Context, n Node, images []string) error {
 		return err
 	}
 	// nsenter becomes the program it runs, and so init.
-	self, err := os.Executable()
-	if err != nil {
-		return err
-	}
+	self := filepath.Join(c.Tree, "bin", "pw-cluster")
 	cmd := exec.Command("nsenter", "--net=/run/netns/"+n.netns(), "--", self, "node-init", n.Name)
 	cmd.Env = append(os.Environ(), "PODWEIR_CLUSTER_STATE="+c.State)
 	done, err := n.inCgroup(cmd)
