@@ -7,6 +7,8 @@ import (
 	"os"
 	"path/filepath"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/podweir/podweir/internal/cniinstall"
 	"github.com/podweir/podweir/internal/loader"
 	"github.com/podweir/podweir/internal/node"
@@ -63,11 +65,18 @@ func remove(path string) error {
 	return nil
 }
 
-// removeEmpty removes a folder unless something of somebody else's is in it.
+// removeEmpty removes a folder unless something of somebody else's is in it, or
+// it is mounted, as in a container: then its being empty has to do.
 func removeEmpty(dir string) error {
 	entries, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) || err == nil && len(entries) > 0 {
 		return nil
 	}
-	return errors.Join(err, remove(dir))
+	if err != nil {
+		return err
+	}
+	if err = remove(dir); errors.Is(err, unix.EBUSY) || errors.Is(err, unix.EROFS) {
+		return nil
+	}
+	return err
 }

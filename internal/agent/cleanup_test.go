@@ -149,3 +149,28 @@ func readProc(t *testing.T, name string) string {
 	}
 	return strings.TrimSpace(string(b))
 }
+
+// In a container the state folder is a mount: it stays, and that is no error.
+func TestCleanupOfMount(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "state")
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, ""); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, 0); err != nil {
+			t.Errorf("unmount: %v", err)
+		}
+	})
+	if err := removeEmpty(dir); err != nil {
+		t.Error(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "other"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := removeEmpty(dir); err != nil {
+		t.Error(err)
+	}
+}
