@@ -17,7 +17,7 @@ PACKAGES ?= ./...
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: deps
 deps: ## installs what is missing (apt, as root)
@@ -98,6 +98,11 @@ cluster: root build image ## Kubernetes on this machine, three nodes, podweir on
 	@tools/deps.sh cluster
 	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
 	@bin/pw-cluster up
+
+.PHONY: test-cluster
+test-cluster: ## tests what runs on the cluster that make cluster brought up; CLUSTER_TESTS='-run Policy'
+	@go vet -tags realcluster ./test/realcluster/...
+	@go test -tags realcluster -count=1 -timeout 30m $(CLUSTER_TESTS) ./test/realcluster/e2e
 
 .PHONY: cluster-down
 cluster-down: root ## removes what make cluster brought up, but for its cache
