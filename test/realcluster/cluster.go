@@ -90,9 +90,7 @@ func (c Config) Down(ctx context.Context) error {
 		g.Go(func() error { return c.stopNode(ctx, n) })
 	}
 	errs := []error{g.Wait(), c.stopControlPlane()}
-	if _, err := os.Stat("/sys/class/net/" + bridge); err == nil {
-		errs = append(errs, run(ctx, "ip", "link", "del", bridge))
-	}
+	errs = append(errs, removeDevice(ctx, bridge))
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("cluster-down: %w; what is left is recorded under %s, call it again", err, c.State)
 	}

@@ -106,6 +106,21 @@ func makeBridge(ctx context.Context) error {
 	return nil
 }
 
+// removeDevice removes a device of the machine, if it is there.
+func removeDevice(ctx context.Context, name string) error {
+	there := func() bool {
+		_, err := os.Stat("/sys/class/net/" + name)
+		return err == nil
+	}
+	if !there() {
+		return nil
+	}
+	if err := run(ctx, "ip", "link", "del", name); err != nil && there() {
+		return err
+	}
+	return nil
+}
+
 // makeNetwork makes the node's network namespace and its device on the bridge.
 func (n Node) makeNetwork(ctx context.Context) error {
 	if _, err := os.Stat("/run/netns/" + n.netns()); err == nil {
@@ -246,11 +261,10 @@ func (c Config) stopNode(ctx context.Context, n Node) error {
 	for _, name := range []string{"containerd", "kubelet"} {
 		errs = append(errs, stopProcess(n.path("run", name), 2*time.Second))
 	}
+	// The device first: with its namespace it would go at a time of its own.
+	errs = append(errs, removeDevice(ctx, n.veth()))
 	if _, err := os.Stat("/run/netns/" + n.netns()); err == nil {
 		errs = append(errs, run(ctx, "ip", "netns", "del", n.netns()))
-	}
-	if _, err := os.Stat("/sys/class/net/" + n.veth()); err == nil {
-		errs = append(errs, run(ctx, "ip", "link", "del", n.veth()))
 	}
 	errs = append(errs, n.removeCgroups(ctx))
 	if err := errors.Join(errs...); err != nil {
