@@ -99,6 +99,10 @@ cluster: root build image ## Kubernetes on this machine, three nodes, podweir on
 	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
 	@bin/pw-cluster up
 
+.PHONY: test-chart
+test-chart: ## renders the Helm chart and the kustomize base and compares them
+	@cd deploy/helm/test && go vet ./... && go test -count=1 ./...
+
 .PHONY: test-cluster
 test-cluster: ## tests what runs on the cluster that make cluster brought up; CLUSTER_TESTS='-run Policy'
 	@go vet -tags realcluster ./test/realcluster/...
