@@ -17,7 +17,7 @@ PACKAGES ?= ./...
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: deps
 deps: ## installs what is missing (apt, as root)
@@ -42,6 +42,12 @@ build: generate ## builds bin/podweir-agent, bin/podweir-cni, bin/podweir and th
 	@go build -o bin/pw-bench-path ./test/bench/path
 	@go build -o bin/pw-bench-scale ./test/bench/scale
 	@clang-19 -O2 -Wall -Wextra -Werror -static -o bin/pw-path-core $(PATH_CORE)
+
+IMAGE ?= podweir:dev
+
+.PHONY: image
+image: generate ## builds bin/podweir-image.tar, a container image; IMAGE=NAME:TAG
+	@tools/image.sh bin/podweir-image.tar $(IMAGE)
 
 .PHONY: fmt
 fmt: ## formats Go and C
@@ -86,6 +92,26 @@ demo-keep: root deps build ## the same, and leaves it up to look around
 demo-down: root ## removes what demo-keep left
 	@if [[ ! -x bin/pw-demo ]]; then $(MAKE) deps build; fi
 	@bin/pw-demo down
+
+.PHONY: cluster
+cluster: root build image ## Kubernetes on this machine, three nodes, podweir on it (as root); the first time builds Kubernetes
+	@tools/deps.sh cluster
+	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
+	@bin/pw-cluster up
+
+.PHONY: test-chart
+test-chart: ## renders the Helm chart and the kustomize base and compares them
+	@cd deploy/helm/test && go vet ./... && go test -count=1 ./...
+
+.PHONY: test-cluster
+test-cluster: ## tests what runs on the cluster that make cluster brought up; CLUSTER_TESTS='-run Policy'
+	@go vet -tags realcluster ./test/realcluster/...
+	@go test -tags realcluster -count=1 -timeout 30m $(CLUSTER_TESTS) ./test/realcluster/e2e
+
+.PHONY: cluster-down
+cluster-down: root ## removes what make cluster brought up, but for its cache
+	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
+	@bin/pw-cluster down
 
 BENCH_PATH ?= --json bin/bench-path.json
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the programs that building and testing need, from apt, and only
-# those that are missing. Go itself is not among them.
+# those that are missing. Go itself is not among them. With "cluster" those of
+# make cluster, too.
 set -euo pipefail
 
 # What tells that it is there, and the package it comes from.
@@ -21,6 +22,13 @@ needs=(
 	"dpkg-deb dpkg"
 	"xz xz-utils"
 )
+if [[ ${1:-} == cluster ]]; then
+	needs+=(
+		"containerd containerd"
+		"runc runc"
+		"nsenter util-linux"
+	)
+fi
 
 PATH=$PATH:/usr/sbin:/sbin
 missing=()

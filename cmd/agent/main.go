@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/podweir/podweir/internal/agent"
+	"github.com/podweir/podweir/internal/apiserver"
 	"github.com/podweir/podweir/internal/heap"
 	"github.com/podweir/podweir/internal/loader"
 	"github.com/podweir/podweir/internal/service"
@@ -59,6 +60,8 @@ type flags struct {
 	mode           string
 	logLevel       string
 	logFormat      string
+	apiservers     []string
+	config         string
 }
 
 func command() *cobra.Command { return commandOf(new(flags)) }
@@ -91,6 +94,12 @@ When it stops, programs and maps stay in place and traffic goes on;
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		Version:       version(),
+		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error {
+			if f.config == "" {
+				return nil
+			}
+			return fromFile(cmd, f.config)
+		},
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := f.complete(); err != nil {
 				return err
@@ -106,6 +115,8 @@ When it stops, programs and maps stay in place and traffic goes on;
 	fs.StringVar(&f.NodeName, "node-name", "", "name of this machine's Node object (default: the host name)")
 	fs.StringVar(&f.Manifests, "manifests", "", "folder to read objects from instead of the API server")
 	fs.StringVar(&f.Kubeconfig, "kubeconfig", "", "file that says how to reach the API server (default: the pod's service account)")
+	fs.StringSliceVar(&f.apiservers, "apiserver", nil, "API servers to use instead of the one that the credentials name: https://HOST:PORT or HOST:PORT, one after another")
+	fs.StringVar(&f.CNIConf, "cni-conf", "", "CNI configuration to write into --cni-conf-dir, under its own name (default: 10-podweir.conflist with podweir alone)")
 	fs.StringVar(&f.Listen, "listen", agent.DefaultListen, "TCP address for /healthz, /readyz and /metrics; empty for none")
 	fs.StringVar(&f.HealthzBind, "healthz-bind-address", agent.DefaultHealthz, "TCP address for /healthz and /livez as kube-proxy has them, for load balancers and the kubelet; empty for none")
 	fs.StringVar(&f.MetricsBind, "metrics-bind-address", "", "further TCP address for /metrics, such as kube-proxy's 127.0.0.1:10249 (default none)")
@@ -129,27 +140,37 @@ When it stops, programs and maps stay in place and traffic goes on;
 	pfs.StringVar(&f.BPFFS, "bpffs", loader.DefaultBPFFS, "folder on a BPF file system for programs and maps")
 	pfs.StringVar(&f.StateDir, "state-dir", agent.DefaultStateDir, "folder for what has to outlive a restart")
 	pfs.StringVar(&f.Socket, "socket", agent.DefaultSocket, "unix socket for the CNI plugin and the podweir command")
+	pfs.StringVar(&f.Sysctls, "sysctl-dir", "", "where /proc/sys can be written, if not there: containers have it read-only")
+	pfs.StringVar(&f.CNIConfDir, "cni-conf-dir", "", "folder that the container runtime reads CNI configurations from, to write one when ready; empty for none")
+	pfs.StringVar(&f.config, "config", "", "YAML file of flags and their values; the command line goes before it")
 	pfs.StringVar(&f.logLevel, "log-level", "info", "debug, info, warn or error")
 	pfs.StringVar(&f.logFormat, "log-format", "text", "text or json")
 
-	cmd.AddCommand(&cobra.Command{
+	cmd.AddCommand(cleanupCommand(f), installCommand(f), mountCommand(f), waitCommand())
+	return cmd
+}
+
+func cleanupCommand(f *flags) *cobra.Command {
+	cmd := &cobra.Command{
 		Use:   "cleanup",
 		Short: "Removes everything an agent left on this node",
 		Long: `Removes what an agent made on this node: programs, maps, routes, the tunnel
 device and the interfaces of pods (running ones lose their network), and puts
-sysctls back that nobody has changed since. Stop the agent first.`,
+sysctls back that nobody has changed since. The CNI configuration and the plugin
+go as well where --cni-conf-dir and --cni-bin-dir are given. Stop the agent
+first.`,
 		Args: cobra.NoArgs,
-		RunE: func(*cobra.Command, []string) error {
-			log, err := f.logger()
-			if err != nil {
+		RunE: func(*cobra.Command, []string) (err error) {
+			if f.Log, err = f.logger(); err != nil {
 				return err
 			}
 			if err := f.absolute(); err != nil {
 				return err
 			}
-			return agent.Cleanup(f.BPFFS, f.StateDir, f.Socket, log)
+			return agent.Cleanup(f.Config)
 		},
-	})
+	}
+	cmd.Flags().StringVar(&f.CNIBinDir, "cni-bin-dir", "", "folder of plugins to remove podweir-cni from; empty for none")
 	return cmd
 }
 
@@ -167,6 +188,15 @@ func (f *flags) complete() (err error) {
 	}
 	if f.Manifests != "" && f.Kubeconfig != "" {
 		return fmt.Errorf("--manifests and --kubeconfig exclude each other")
+	}
+	if f.Manifests != "" && len(f.apiservers) > 0 {
+		return fmt.Errorf("--manifests and --apiserver exclude each other")
+	}
+	if f.Servers, err = apiserver.ParseServers(f.apiservers); err != nil {
+		return fmt.Errorf("--apiserver %w", err)
+	}
+	if f.CNIConf != "" && f.CNIConfDir == "" {
+		return fmt.Errorf("--cni-conf says what to write, --cni-conf-dir must say where")
 	}
 	for _, s := range f.serviceCIDRs {
 		p, err := netip.ParsePrefix(strings.TrimSpace(s))
@@ -279,6 +309,14 @@ func (f *flags) absolute() (err error) {
 	for name, path := range map[string]*string{"--bpffs": &f.BPFFS, "--state-dir": &f.StateDir, "--socket": &f.Socket} {
 		if *path == "" {
 			return fmt.Errorf("%s is empty", name)
+		}
+		if *path, err = filepath.Abs(*path); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	for name, path := range map[string]*string{"--cni-conf-dir": &f.CNIConfDir, "--sysctl-dir": &f.Sysctls} {
+		if *path == "" {
+			continue
 		}
 		if *path, err = filepath.Abs(*path); err != nil {
 			return fmt.Errorf("%s: %w", name, err)

@@ -45,6 +45,10 @@ func TestBadFlags(t *testing.T) {
 		{"--maglev-table-size 250", "from 251 to 131071"},
 		{"--maglev-table-size 65536", "no prime; the next one is 65537"},
 		{"--maglev-table-size 131072", "from 251 to 131071"},
+		{"--apiserver 172.31.0.2", "HOST:PORT"},
+		{"--apiserver 172.31.0.2:6443 --manifests /m", "exclude each other"},
+		{"--cni-conf /etc/podweir/a.conflist", "--cni-conf-dir must say where"},
+		{"--config /nowhere", "no such file"},
 		{"extra", "unknown command"},
 		{"--masquerade ipv4", "--masquerade=ipv4"},
 		{"--masquerade false", "--masquerade=false"},
@@ -55,6 +59,56 @@ func TestBadFlags(t *testing.T) {
 		cmd.SetArgs(strings.Fields(c.args))
 		if err := cmd.ExecuteContext(context.Background()); err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: error %v does not say %q", c.args, err, c.want)
+		}
+	}
+}
+
+// A file of flags: what it may have, and that the command line goes first.
+func TestConfigFile(t *testing.T) {
+	for _, c := range []struct{ file, args, want string }{
+		{"", "", ""},
+		{"# nothing\n", "", ""},
+		{"mark: 0x2000\nservice-cidr: [10.96.0.0/12, fd00:10:98::/112]\nmasquerade: false\nrouting-mode: direct", "",
+			"mark=8192 service-cidr=[10.96.0.0/12,fd00:10:98::/112] masquerade=false routing-mode=direct"},
+		{"apiserver: 172.31.0.2:6443,172.31.0.3:6443", "", "apiserver=[172.31.0.2:6443,172.31.0.3:6443]"},
+		{"routing-mode: direct\nlog-level: debug", "--routing-mode cross-subnet", "routing-mode=cross-subnet log-level=debug"},
+		{"routing-mode: direct\nstate-dir: /s", "cleanup", "state-dir=/s"},
+		{"routing: direct", "", "error: :1: there is no flag \"routing\""},
+		{"mtu: 1500\nconfig: /x", "", "error: :2: there is no flag \"config\""},
+		{"mtu:", "", "error: mtu: must be a value"},
+		{"mtu: {a: 1}", "", "error: mtu: must be a value"},
+		{"mtu: large", "", "error: mtu: \"large\""},
+		{"mtu: 1400\nmtu: 1500", "", "error: :2: mtu stands there twice"},
+		{"- mtu", "", "error: lines of FLAG: VALUE"},
+		{"{", "", "error: yaml"},
+	} {
+		name := filepath.Join(t.TempDir(), "agent.yaml")
+		if err := os.WriteFile(name, []byte(c.file), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		root := command()
+		cmd, rest, err := root.Find(strings.Fields(c.args))
+		if err == nil {
+			err = cmd.ParseFlags(rest)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = fromFile(cmd, name)
+		if say, ok := strings.CutPrefix(c.want, "error: "); ok {
+			if err == nil || !strings.Contains(err.Error(), say) || !strings.Contains(err.Error(), name) {
+				t.Errorf("%q: error %v does not say %q", c.file, err, say)
+			}
+			continue
+		}
+		if err != nil {
+			t.Errorf("%q: %v", c.file, err)
+		}
+		for pair := range strings.FieldsSeq(c.want) {
+			flag, want, _ := strings.Cut(pair, "=")
+			if f := lookup(cmd, flag); f.Value.String() != want {
+				t.Errorf("%q: %s is %s, want %s", c.file, flag, f.Value, want)
+			}
 		}
 	}
 }

@@ -93,6 +93,7 @@ type Agent struct {
 	// rounds gets a value after every round, unless one waits there already.
 	rounds chan struct{}
 	ready  atomic.Pointer[[]string] // what readiness waits for
+	begun  chan struct{}            // closed when the agent is ready for the first time
 	mtu    atomic.Int64
 	mtu6   atomic.Int64
 	// resized gets a value when the MTU of pods is another.
@@ -174,6 +175,7 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 		queries:  make(chan func()),
 		rounds:   make(chan struct{}, 1),
 		resized:  make(chan struct{}, 1),
+		begun:    make(chan struct{}),
 		sliceOf:  make(map[string]types.NamespacedName),
 		retry:    make(map[types.NamespacedName]time.Time),
 		noTable:  make(map[types.NamespacedName]uint32),

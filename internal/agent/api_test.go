@@ -2,12 +2,19 @@ package agent
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
 
+	"github.com/podweir/podweir/internal/apiserver"
 	"github.com/podweir/podweir/internal/fakeapi"
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/internal/source"
@@ -27,10 +34,12 @@ func newAPIBench(t *testing.T, s *fakeapi.Server) *agentBench {
 }
 
 // follow runs a source until the test ends.
-func (b *agentBench) follow(s *fakeapi.Server) {
+func (b *agentBench) follow(s *fakeapi.Server) { b.followAt(s.Config()) }
+
+func (b *agentBench) followAt(rc *rest.Config) {
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
-	client, err := source.NewClient(s.Config())
+	client, err := source.NewClient(rc)
 	if err != nil {
 		b.t.Fatal(err)
 	}
@@ -112,5 +121,58 @@ func TestAPICutWatches(t *testing.T) {
 	}
 	if be, _, err := b.dp.set.Backends.Get(maps.BackendKey{Set: v.Set}); err != nil || be.Addr != ip("10.244.158.66") {
 		t.Errorf("backend %+v, %v", be, err)
+	}
+}
+
+// Two addresses of the API server: when the one in use goes, the agent follows
+// what changes through the other.
+func TestAPIFailover(t *testing.T) {
+	s := fakeapi.New(t)
+	fillAPI(s)
+	var stops []func()
+	var servers []string
+	for range 2 {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		servers = append(servers, "http://"+l.Addr().String())
+		stops = append(stops, s.Serve(t, l))
+	}
+	urls, err := apiserver.ParseServers(servers)
+	if err != nil {
+		t.Fatal(err)
+	}
+	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
+	if err := os.WriteFile(kubeconfig, []byte(`{apiVersion: v1, kind: Config, current-context: c,
+clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}], users: [{name: u, user: {token: x}}], contexts: [{name: c, context: {cluster: c, user: u}}]}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	rc, _, err := apiserver.Config(apiserver.Options{Kubeconfig: kubeconfig, Servers: urls})
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := &agentBench{t: t, dp: newFakeDatapath(t), stack: newFakeStack()}
+	if b.tables, err = table.New(); err != nil {
+		t.Fatal(err)
+	}
+	b.followAt(rc)
+	b.start()
+	b.await("ready", func() bool { return len(b.a.NotReady()) == 0 })
+	// Whichever is in use: one goes, comes back elsewhere, the other goes.
+	for i, stop := range stops {
+		stop()
+		name, addr := fmt.Sprintf("after-%d", i), fmt.Sprintf("10.98.1.%d", i+1)
+		s.Put(testService(name, addr), testSlice(name+"-1", name, "10.244.158.65"))
+		b.await(name, func() bool {
+			return b.frontend(addr).Count == 1
+		})
+		if i == 0 {
+			l, err := net.Listen("tcp", strings.TrimPrefix(servers[0], "http://"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			s.Serve(t, l)
+		}
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/podweir/podweir/internal/cniinstall"
 	"github.com/podweir/podweir/internal/loader"
 	"github.com/podweir/podweir/internal/node"
 )
@@ -52,7 +53,7 @@ func TestCleanup(t *testing.T) {
 	for _, name := range []string{"net/ipv4/ip_forward", "net/ipv6/conf/all/forwarding", "net/ipv4/conf/all/send_redirects"} {
 		before[name] = readProc(t, name)
 	}
-	stack, err := node.New(state, log)
+	stack, err := node.New(state, "", log)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -84,12 +85,21 @@ func TestCleanup(t *testing.T) {
 		t.Fatal(err)
 	}
 
+	bin, conf := filepath.Join(dir, "bin"), filepath.Join(dir, "net.d")
+	if _, _, err := cniinstall.Conf(conf, cniinstall.DefaultConfName, cniinstall.DefaultConf()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := cniinstall.Program("/proc/self/exe", bin); err != nil {
+		t.Fatal(err)
+	}
+	cfg := Config{BPFFS: bpffs, StateDir: state, Socket: socket, CNIBinDir: bin, CNIConfDir: conf, Log: log}
+
 	// Not while an agent runs.
 	l, err := net.Listen("unix", socket)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := Cleanup(bpffs, state, socket, log); err == nil || !strings.Contains(err.Error(), "another agent") {
+	if err := Cleanup(cfg); err == nil || !strings.Contains(err.Error(), "another agent") {
 		t.Errorf("beside a live agent: %v", err)
 	}
 	if _, err := os.Stat(bpffs); err != nil {
@@ -100,11 +110,11 @@ func TestCleanup(t *testing.T) {
 	}
 	// Twice: the second time there is nothing to do.
 	for range 2 {
-		if err := Cleanup(bpffs, state, socket, log); err != nil {
+		if err := Cleanup(cfg); err != nil {
 			t.Fatal(err)
 		}
 	}
-	for _, path := range []string{bpffs, state, socket} {
+	for _, path := range []string{bpffs, state, socket, filepath.Join(bin, cniinstall.Plugin), filepath.Join(conf, cniinstall.DefaultConfName)} {
 		if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
 			t.Errorf("%s is left: %v", path, err)
 		}
@@ -138,4 +148,29 @@ func readProc(t *testing.T, name string) string {
 		t.Fatal(err)
 	}
 	return strings.TrimSpace(string(b))
+}
+
+// In a container the state folder is a mount: it stays, and that is no error.
+func TestCleanupOfMount(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "state")
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, ""); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, 0); err != nil {
+			t.Errorf("unmount: %v", err)
+		}
+	})
+	if err := removeEmpty(dir); err != nil {
+		t.Error(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "other"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := removeEmpty(dir); err != nil {
+		t.Error(err)
+	}
 }

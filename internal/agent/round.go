@@ -485,6 +485,13 @@ func (a *Agent) publish() {
 	}
 	was := a.NotReady()
 	a.notReady(waits...)
+	if len(waits) == 0 {
+		select {
+		case <-a.begun:
+		default:
+			close(a.begun)
+		}
+	}
 	if len(waits) == 0 && len(was) > 0 {
 		a.log.Info("ready")
 	} else if len(waits) > 0 && !slices.Equal(was, waits) {

@@ -8,14 +8,14 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"net/url"
 	"os"
 	"time"
 
 	"golang.org/x/sync/errgroup"
-	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
 
 	"github.com/podweir/podweir/internal/api"
+	"github.com/podweir/podweir/internal/apiserver"
 	"github.com/podweir/podweir/internal/cniapi"
 	"github.com/podweir/podweir/internal/endpoint"
 	"github.com/podweir/podweir/internal/ipam"
@@ -42,12 +42,17 @@ const (
 // are required.
 type Config struct {
 	NodeName      string
-	Manifests     string // a folder; empty = the API server
-	Kubeconfig    string // empty = the pod's own credentials
+	Manifests     string     // a folder; empty = the API server
+	Kubeconfig    string     // empty = the pod's own credentials
+	Servers       []*url.URL // API servers, instead of the one of the credentials
 	BPFFS         string
 	StateDir      string
 	Socket        string
 	Cgroup        string         // whose sockets are translated; empty = all, none = nobody's
+	Sysctls       string         // where /proc/sys can be written; empty = there
+	CNIConfDir    string         // where the runtime looks for configurations; empty = none is written
+	CNIConf       string         // file to write there, under its name; empty = the default
+	CNIBinDir     string         // of plugins, for [Cleanup]; empty = left alone
 	Listen        string         // empty = not on TCP
 	HealthzBind   string         // for kube-proxy's /healthz and /livez; empty = not served
 	MetricsBind   string         // for the metrics once more; empty = not
@@ -138,6 +143,14 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	}
 	defer unlock()
 
+	cni, err := newCNIConf(cfg)
+	if err != nil {
+		return err
+	}
+	if err := cni.withdraw(loader.Loaded(cfg.BPFFS), log); err != nil {
+		return err
+	}
+
 	tables, err := table.New()
 	if err != nil {
 		return err
@@ -160,7 +173,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	if err := servePprof(early, g, cfg.PprofBind); err != nil {
 		return err
 	}
-	stack, err := node.New(cfg.StateDir, log)
+	stack, err := node.New(cfg.StateDir, cfg.Sysctls, log)
 	if err != nil {
 		return err
 	}
@@ -209,7 +222,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 		return err
 	}
 	manager, err := endpoint.New(endpoint.Config{
-		StateDir: cfg.StateDir, IPAM: alloc, Datapath: dp, Regenerator: a.Endpoints(), MTU: a.MTU, MTU6: a.MTU6, Log: log,
+		StateDir: cfg.StateDir, IPAM: alloc, Datapath: dp, Regenerator: a.Endpoints(), MTU: a.MTU, MTU6: a.MTU6, Sysctls: cfg.Sysctls, Log: log,
 	})
 	if err != nil {
 		return fmt.Errorf("endpoints of an earlier run: %w", err)
@@ -242,6 +255,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 		return nil
 	})
 	g.Go(func() error { return a.repair(ctx, manager) })
+	g.Go(func() error { a.offer(ctx, cni); return nil })
 	serve(ctx, g, socket, listener)
 	if cfg.Listen != "" {
 		tcp, err := net.Listen("tcp", cfg.Listen)
@@ -370,22 +384,16 @@ func newSource(cfg Config, t *table.Tables) (source.Source, api.Source, error) {
 		s, err := source.NewDir(cfg.Manifests, t, cfg.Log)
 		return s, api.Source{Kind: "directory", Location: cfg.Manifests}, err
 	}
-	var (
-		rc  *rest.Config
-		err error
-	)
-	if cfg.Kubeconfig != "" {
-		rc, err = clientcmd.BuildConfigFromFlags("", cfg.Kubeconfig)
-	} else if rc, err = rest.InClusterConfig(); errors.Is(err, rest.ErrNotInCluster) {
-		err = errors.New("no source of objects: give --manifests DIR or --kubeconfig FILE, or run in a pod with a service account")
+	rc, location, err := apiserver.Config(apiserver.Options{Kubeconfig: cfg.Kubeconfig, Servers: cfg.Servers, UserAgent: "podweir-agent/" + cfg.Version})
+	if errors.Is(err, apiserver.ErrNone) {
+		err = fmt.Errorf("no source of objects: give --manifests DIR or --kubeconfig FILE, or run in a pod with a service account: %w", err)
 	}
 	if err != nil {
 		return nil, api.Source{}, fmt.Errorf("API server: %w", err)
 	}
-	rc.UserAgent = "podweir-agent/" + cfg.Version
 	client, err := source.NewClient(rc)
 	if err != nil {
-		return nil, api.Source{}, fmt.Errorf("API server %s: %w", rc.Host, err)
+		return nil, api.Source{}, fmt.Errorf("API server %s: %w", location, err)
 	}
-	return source.NewAPI(client, t, cfg.Log), api.Source{Kind: "api", Location: rc.Host}, nil
+	return source.NewAPI(client, t, cfg.Log), api.Source{Kind: "api", Location: location}, nil
 }

@@ -203,10 +203,10 @@ func (m *Manager) create(ctx context.Context, e *entry, pod *podNetns) (Endpoint
 	}
 	m.change(func() { e.rec.Endpoint = ep })
 	m.step("created")
-	if _, err := setSysctls(ep.HostIfName, hostSysctls()); err != nil {
+	if _, err := m.setSysctls(ep.HostIfName, hostSysctls()); err != nil {
 		return ep, err
 	}
-	if err := inNetns(pod.ns, m.host, func() error { return podSettings(ep) }); err != nil {
+	if err := inNetns(pod.ns, m.host, func() error { return m.podSettings(ep) }); err != nil {
 		return ep, errorf(CodeInternal, "in the pod: %w", err)
 	}
 	if err := m.cfg.Datapath.AttachPod(ctx, ep.HostIfindex, ep.HostIfName); err != nil {
@@ -242,10 +242,10 @@ func (m *Manager) create(ctx context.Context, e *entry, pod *podNetns) (Endpoint
 	return ep, nil
 }
 
-func podSettings(ep Endpoint) error {
-	_, err := setSysctls(ep.IfName, podSysctls())
+func (m *Manager) podSettings(ep Endpoint) error {
+	_, err := m.setSysctls(ep.IfName, podSysctls())
 	if err == nil && haveIPv6() {
-		_, err = setSysctls("lo", []sysctl{{"ipv6", "disable_ipv6", "0"}})
+		_, err = m.setSysctls("lo", []sysctl{{"ipv6", "disable_ipv6", "0"}})
 	}
 	return err
 }

@@ -104,9 +104,13 @@ func podSysctls() []sysctl {
 // setSysctls sets what differs for an interface of the network namespace that
 // the calling thread is in, and returns what it changed. A kernel without
 // IPv6 has no IPv6 settings.
-func setSysctls(iface string, want []sysctl) (changed []string, err error) {
+func (m *Manager) setSysctls(iface string, want []sysctl) (changed []string, err error) {
+	root := m.cfg.Sysctls
+	if root == "" {
+		root = "/proc/sys"
+	}
 	for _, s := range want {
-		path := filepath.Join("/proc/sys/net", s.family, "conf", iface, s.name)
+		path := filepath.Join(root, "net", s.family, "conf", iface, s.name)
 		old, err := os.ReadFile(path)
 		if errors.Is(err, fs.ErrNotExist) && s.family == "ipv6" && !haveIPv6() {
 			continue

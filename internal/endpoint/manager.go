@@ -28,6 +28,7 @@ type Config struct {
 	Regenerator Regenerator
 	MTU         func() int // of new pods
 	MTU6        func() int // of their IPv6 routes; nil = that of the interface
+	Sysctls     string     // where /proc/sys can be written; empty = there
 	Log         *slog.Logger
 }
 
@@ -72,7 +73,7 @@ func (m *Manager) change(f func()) {
 // neither the datapath nor the regenerator.
 func New(cfg Config) (*Manager, error) {
 	if cfg.StateDir == "" || cfg.IPAM == nil || cfg.Datapath == nil || cfg.Regenerator == nil || cfg.MTU == nil {
-		return nil, errors.New("endpoint manager: every field of its configuration but the log is required")
+		return nil, errors.New("endpoint manager: every field of its configuration but the log and the folder of sysctls is required")
 	}
 	m := &Manager{
 		cfg: cfg, log: cfg.Log,

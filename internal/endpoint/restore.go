@@ -255,7 +255,7 @@ func (m *Manager) mend(ctx context.Context, h *netlink.Handle, e *entry, restart
 		return mended, fmt.Errorf("%s: %w", ep, err)
 	}
 	ep = m.endpointOf(e)
-	changed, err := setSysctls(ep.HostIfName, hostSysctls())
+	changed, err := m.setSysctls(ep.HostIfName, hostSysctls())
 	mended = append(mended, changed...)
 	if err != nil {
 		return mended, fmt.Errorf("%s: %w", ep, err)

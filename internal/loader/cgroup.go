@@ -71,7 +71,8 @@ func (d *Datapath) socketProgram(h socketHook) *ebpf.Program {
 }
 
 // FindCgroup resolves what the agent is told: a folder, which must be a cgroup
-// (v2); [NoCgroup]; or nothing, for the first cgroup2 mount. It returns ""
+// (v2) or have one at "unified", where machines with cgroup v1 mount it;
+// [NoCgroup]; or nothing, for the first cgroup2 mount. It returns ""
 // when sockets are to be left alone, or when there is no such mount.
 func FindCgroup(told string) (string, error) {
 	switch told {
@@ -86,6 +87,11 @@ func FindCgroup(told string) (string, error) {
 		return cgroupMount(f)
 	}
 	_, err := cgroupID(told)
+	if err != nil {
+		if unified := filepath.Join(told, "unified"); isCgroup(unified) {
+			return unified, nil
+		}
+	}
 	return told, err
 }
 
@@ -140,6 +146,11 @@ func cgroupID(path string) (uint64, error) {
 		return 0, fmt.Errorf("%s is not a cgroup (v2): give the folder where the host's cgroup2 is mounted, or %q", path, NoCgroup)
 	}
 	return st.Ino, nil
+}
+
+func isCgroup(path string) bool {
+	_, err := cgroupID(path)
+	return err == nil
 }
 
 // rootCgroup is the number of the cgroup that all processes are in.

@@ -43,6 +43,12 @@ func TestFindCgroup(t *testing.T) {
 	if got, err := FindCgroup(own); got != own || err != nil {
 		t.Errorf("a cgroup: %q, %v", got, err)
 	}
+	// As /sys/fs/cgroup is on a machine with cgroup v1.
+	mixed := t.TempDir()
+	must(t, os.Symlink(own, filepath.Join(mixed, "unified")))
+	if got, err := FindCgroup(mixed); got != filepath.Join(mixed, "unified") || err != nil {
+		t.Errorf("a cgroup at unified: %q, %v", got, err)
+	}
 	for _, bad := range []string{t.TempDir(), filepath.Join(own, "missing"), filepath.Join(own, "cgroup.procs")} {
 		if _, err := FindCgroup(bad); err == nil || !strings.Contains(err.Error(), bad) {
 			t.Errorf("%s: error %v, want one that names it", bad, err)

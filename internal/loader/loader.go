@@ -417,6 +417,13 @@ func Prepare(bpffs string) error {
 	return nil
 }
 
+// Loaded tells whether a datapath is pinned under the folder: not after a
+// reboot, nor on a node that is new.
+func Loaded(bpffs string) bool {
+	_, err := os.Stat(mapsDir(bpffs))
+	return err == nil
+}
+
 // verifierDetail keeps the verifier's last lines, which name the cause.
 func verifierDetail(err error) error {
 	var ve *ebpf.VerifierError

@@ -39,12 +39,12 @@ type Manager struct {
 	nl    *netlink.Handle
 	ns    netns.NsHandle
 	state sysctlState
-	proc  string // /proc/sys
+	proc  string // /proc/sys, or where it can be written
 }
 
 // New makes a Manager for the thread's network namespace. stateDir holds the
 // record of changed sysctls.
-func New(stateDir string, log *slog.Logger) (*Manager, error) {
+func New(stateDir, sysctls string, log *slog.Logger) (*Manager, error) {
 	ns, err := netns.Get()
 	if err != nil {
 		return nil, fmt.Errorf("open own network namespace: %w", err)
@@ -54,7 +54,10 @@ func New(stateDir string, log *slog.Logger) (*Manager, error) {
 		_ = ns.Close()
 		return nil, fmt.Errorf("open a netlink socket: %w", err)
 	}
-	m := &Manager{log: log, nl: h, ns: ns, proc: "/proc/sys"}
+	if sysctls == "" {
+		sysctls = "/proc/sys"
+	}
+	m := &Manager{log: log, nl: h, ns: ns, proc: sysctls}
 	if err := m.state.open(stateDir); err != nil {
 		m.Close()
 		return nil, err

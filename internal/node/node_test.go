@@ -26,7 +26,7 @@ func inNewNetns(t *testing.T) *Manager {
 	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 		t.Fatal(err)
 	}
-	m, err := New(t.TempDir(), slog.New(slog.DiscardHandler))
+	m, err := New(t.TempDir(), "", slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}

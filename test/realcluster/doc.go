@@ -1,0 +1,25 @@
+// Package realcluster brings up Kubernetes on one machine: etcd, API server,
+// controllers and scheduler as processes of the machine, and nodes with
+// containerd and kubelet as namespaces of it (network, mount, uts, ipc, pid).
+// podweir is installed on it as its users do, from an image and deploy/.
+//
+//	pw-cluster up      make cluster
+//	pw-cluster down    make cluster-down
+//	pw-cluster in n1 CMD...
+//	pw-cluster kubectl ARGS...
+//
+// # Contract
+//
+//   - Binaries of Kubernetes come from the modules under modules/, each with
+//     its own go.mod, and lie in a cache folder (PODWEIR_CLUSTER_CACHE); one is
+//     built again when its module, the Go version or the flags change.
+//   - Everything else is in a state folder (PODWEIR_CLUSTER_STATE): logs,
+//     certificates, the nodes' /var/lib and /etc. One machine has one cluster.
+//   - Down ends what Up started, process by process as recorded, and removes
+//     its network namespaces, devices, cgroups and folders. It can be called at
+//     any time, after a failed Up too.
+//   - Of the machine's own network there is one bridge, podweir0, with the
+//     address that the API server is reached at and that nodes see as outside.
+//   - It needs root, containerd, runc, cgroup v1 with cgroup2 at unified (the
+//     way of machines without systemd), and overlayfs.
+package realcluster
