@@ -102,6 +102,8 @@ func TestNFT(t *testing.T) {
 		{"devices", "drop", `{"match":{"op":"==","left":{"meta":{"key":"iifname"}},"right":{"set":["eth0","eth1"]}}},{"accept":null}`, "", false},
 		{"chain", "accept", `{"jump":{"target":"other"}}`, "rule with handle 6", true},
 		{"verdict map", "accept", `{"vmap":{"key":{"payload":{"protocol":"udp","field":"dport"}},"data":{"set":[[53,{"accept":null}],[4789,{"drop":null}]]}}}`, "rule", true},
+		{"named verdict map", "accept", `{"vmap":{"key":{"payload":{"protocol":"udp","field":"dport"}},"data":"@ports"}}`, "rule", true},
+		{"no such verdict map", "accept", `{"vmap":{"key":{"payload":{"protocol":"udp","field":"dport"}},"data":"@gone"}}`, "", false},
 		{"limit", "drop", `{"limit":{"rate":10}},{"accept":null}`, "policy drop", false},
 		{"unknown", "accept", match("4789") + `,{"xt":{"type":"match","name":"u32"}},{"drop":null}`, "rule", false},
 		{"other family", "accept", `{"match":{"op":"!=","left":{"payload":{"protocol":"ip6","field":"saddr"}},"right":"fd00::1"}},{"drop":null}`, "", false},
@@ -111,6 +113,7 @@ func TestNFT(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			set, err := NFT([]byte(`{"nftables":[{"metainfo":{"version":"1.0.6"}},
 				{"set":{"family":"inet","name":"nodes","table":"fw","elem":["10.0.0.1",{"prefix":{"addr":"172.31.0.0","len":24}}]}},
+				{"map":{"family":"inet","name":"ports","table":"fw","type":"inet_service","map":"verdict","elem":[[53,{"accept":null}],[4789,{"drop":null}]]}},
 				{"chain":{"family":"inet","table":"fw","name":"other","handle":1}},
 				{"chain":{"family":"inet","table":"fw","name":"in","type":"filter","hook":"input","prio":0,"policy":"`+c.policy+`"}},
 				{"chain":{"family":"ip","table":"filter","name":"INPUT","type":"filter","hook":"input","prio":0,"policy":"drop"}},

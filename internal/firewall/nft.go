@@ -11,15 +11,18 @@ type nftObject struct {
 		Family, Table, Name, Type, Hook, Policy string
 		Prio                                    int
 	}
-	Set *struct {
-		Family, Table, Name string
-		Elem                []json.RawMessage
-	}
-	Rule *struct {
+	Set, Map *nftElements
+	Rule     *struct {
 		Family, Table, Chain string
 		Handle               int
 		Expr                 []map[string]json.RawMessage
 	}
+}
+
+// nftElements is a named set or map.
+type nftElements struct {
+	Family, Table, Name string
+	Elem                []json.RawMessage
 }
 
 // NFT reads what "nft -j list ruleset" prints. Tables that skip names are left
@@ -33,9 +36,12 @@ func NFT(data []byte, skip func(family, table string) bool) (Ruleset, error) {
 	chains := make(map[[3]string]*chain)
 	sets := make(map[[3]string][]json.RawMessage)
 	for _, o := range doc.Nftables {
+		for _, e := range []*nftElements{o.Set, o.Map} {
+			if e != nil {
+				sets[[3]string{e.Family, e.Table, e.Name}] = e.Elem
+			}
+		}
 		switch {
-		case o.Set != nil:
-			sets[[3]string{o.Set.Family, o.Set.Table, o.Set.Name}] = o.Set.Elem
 		case o.Chain != nil && !skip(o.Chain.Family, o.Chain.Table):
 			c := &chain{
 				program: "nft", family: o.Chain.Family, table: o.Chain.Table, name: o.Chain.Name,
