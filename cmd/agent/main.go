@@ -63,6 +63,18 @@ type flags struct {
 
 func command() *cobra.Command { return commandOf(new(flags)) }
 
+// noArgs refuses arguments. --masquerade stands alone or with a value behind =:
+// what follows it otherwise is one.
+func noArgs(cmd *cobra.Command, args []string) error {
+	if err := cobra.NoArgs(cmd, args); err != nil {
+		if cmd.Flags().Changed("masquerade") {
+			return fmt.Errorf("%w; if it is meant for --masquerade, write --masquerade=%s", err, args[0])
+		}
+		return err
+	}
+	return nil
+}
+
 // commandOf is the command that reads its flags into f.
 func commandOf(f *flags) *cobra.Command {
 	cmd := &cobra.Command{
@@ -75,7 +87,7 @@ runs in), or from a folder of ordinary manifests.
 
 When it stops, programs and maps stay in place and traffic goes on;
 'podweir-agent cleanup' removes them.`,
-		Args:          cobra.NoArgs,
+		Args:          noArgs,
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		Version:       version(),

@@ -46,6 +46,8 @@ func TestBadFlags(t *testing.T) {
 		{"--maglev-table-size 65536", "no prime; the next one is 65537"},
 		{"--maglev-table-size 131072", "from 251 to 131071"},
 		{"extra", "unknown command"},
+		{"--masquerade ipv4", "--masquerade=ipv4"},
+		{"--masquerade false", "--masquerade=false"},
 		{"cleanup extra", "unknown command"},
 		{"cleanup --log-level loud", "debug, info, warn or error"},
 	} {
