@@ -76,12 +76,14 @@ func (d *Datapath) dropCalls() error {
 	return errors.Join(errs...)
 }
 
-// fragmentProgram is in pw_calls and goes on from there to the slow path: a use
-// of the map that lasts as long as the map, and says nothing of hooks.
-const fragmentProgram = "fragment"
+// isCalled: the program is in pw_calls and goes on from there to the slow path:
+// a use of the map that lasts as long as the map, and says nothing of hooks.
+func isCalled(program string) bool {
+	return program == "slow" || program == "fragment" || program == "from_ipip"
+}
 
 // mapsInUse returns the maps of all loaded programs, whosever they are, but for
-// those of [fragmentProgram].
+// those that are called ([isCalled]).
 func mapsInUse() (map[ebpf.MapID]bool, error) {
 	used := make(map[ebpf.MapID]bool)
 	for id := ebpf.ProgramID(0); ; {
@@ -116,7 +118,7 @@ func mapsOf(id ebpf.ProgramID) ([]ebpf.MapID, error) {
 	if err != nil {
 		return nil, err
 	}
-	if info.Name == fragmentProgram {
+	if isCalled(info.Name) {
 		return nil, nil
 	}
 	ids, _ := info.MapIDs()

@@ -84,6 +84,21 @@ func awaitGone(t *testing.T, id ebpf.ProgramID) {
 	}
 }
 
+// Whatever pw_calls holds is no hook's use of it.
+func TestCalledPrograms(t *testing.T) {
+	spec, err := bpf.LoadDp()
+	must(t, err)
+	contents := spec.Maps[bpf.DpMapPwCalls].Contents
+	if len(contents) == 0 {
+		t.Fatal("pw_calls holds nothing")
+	}
+	for _, kv := range contents {
+		if name, ok := kv.Value.(string); !ok || !isCalled(name) {
+			t.Errorf("pw_calls holds %v: its use of the map would keep every load's", kv.Value)
+		}
+	}
+}
+
 // A hook's slow path is there without a process, and for as long as the hook
 // is: however many loads have come and gone, and no longer.
 func TestSlowPathLivesAsLongAsItsHooks(t *testing.T) {
