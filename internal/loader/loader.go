@@ -62,6 +62,7 @@ type Datapath struct {
 	cgroup   string // whose sockets are translated, "" = none
 	sockets  map[socketHook]link.Link
 	defrag   []link.Link
+	behind   bool // some hooks have programs of before the last reload
 }
 
 // Load loads the programs, reusing the pinned maps, and replaces the
@@ -192,7 +193,7 @@ func (d *Datapath) Maps() maps.Set { return d.set }
 func (d *Datapath) SetOverlay(ctx context.Context, ifindex int) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if ifindex == d.cfg.OverlayIfindex {
+	if ifindex == d.cfg.OverlayIfindex && !d.behind {
 		return nil
 	}
 	cfg := d.cfg
@@ -208,7 +209,7 @@ func (d *Datapath) SetOverlay(ctx context.Context, ifindex int) error {
 func (d *Datapath) SetSourcePorts(ctx context.Context, ports []sourceport.Range) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if slices.Equal(ports, d.cfg.SourcePorts) {
+	if slices.Equal(ports, d.cfg.SourcePorts) && !d.behind {
 		return nil
 	}
 	cfg := d.cfg
@@ -220,6 +221,7 @@ func (d *Datapath) SetSourcePorts(ctx context.Context, ports []sourceport.Range)
 }
 
 // reload puts programs with the settings of cfg in place of those attached.
+// Those that stay where they are, with an error, are tried again by the next.
 func (d *Datapath) reload(cfg Config) error {
 	spec, err := Spec(cfg)
 	if err != nil {
@@ -252,6 +254,7 @@ func (d *Datapath) reload(cfg Config) error {
 			errs = append(errs, fmt.Errorf("replace program %s of cgroup %s: %w", h.program, d.cgroup, err))
 		}
 	}
+	d.behind = len(errs) > 0
 	return errors.Join(append(errs, d.pinPrograms(), old.Close())...)
 }
 

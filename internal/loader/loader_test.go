@@ -3,6 +3,7 @@ package loader
 import (
 	"bytes"
 	"context"
+	"errors"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -387,6 +388,55 @@ func TestCountsGoWithTheirTable(t *testing.T) {
 	cfg.FlowsNewMax = 2048
 	if n := counts(cfg, 1); n != 1 {
 		t.Errorf("%d after their table was put aside, want 1", n)
+	}
+}
+
+// stubborn is a link that does not take another program this many times.
+type stubborn struct {
+	link.Link
+	times int
+}
+
+func (s *stubborn) Update(p *ebpf.Program) error {
+	if s.times--; s.times >= 0 {
+		return unix.ENOMEM
+	}
+	return s.Link.Update(p)
+}
+
+// Settings that have not reached every hook are not in force: asked for again,
+// they are brought to all.
+func TestSettingsThatReachedSomeHooks(t *testing.T) {
+	ctx := context.Background()
+	cfg := Config{BPFFS: bpffs(t), FlowsMax: 1024, FlowsNewMax: 1024}
+	pod := veth(t, "pwpod")
+	d := load(t, cfg)
+	must(t, d.AttachPod(ctx, pod, "pwpod"))
+	at := d.attached[hookKey{pod, hookFromPod}]
+	if at.link == nil {
+		t.Skip("no tcx in this kernel")
+	}
+	inForce := func() bool {
+		info, err := d.objs.FromPod.Info()
+		must(t, err)
+		id, _ := info.ID()
+		return one(t, cfg, pod, false, "from_pod").id == id
+	}
+	for what, set := range map[string]func() error{
+		"tunnel device": func() error { return d.SetOverlay(ctx, 77) },
+		"source ports":  func() error { return d.SetSourcePorts(ctx, []sourceport.Range{{Min: 2000, Max: 9000}}) },
+	} {
+		at.link = &stubborn{at.link, 1}
+		if err := set(); !errors.Is(err, unix.ENOMEM) {
+			t.Errorf("%s: %v", what, err)
+		}
+		if inForce() {
+			t.Fatalf("%s: the hook has it all the same", what)
+		}
+		must(t, set())
+		if !inForce() {
+			t.Errorf("%s: asked for again, it does not reach the hook", what)
+		}
 	}
 }
 
