@@ -13,6 +13,9 @@ import (
 // pod's half follows only where it has the MTU that it was given, or more
 // than there is now: whoever made it smaller had a reason.
 //
+// The IPv6 default route follows where it has an MTU of its own, and loses it
+// where there is none any more.
+//
 // TCP that is running follows by itself: the kernel cuts segments by the
 // device's MTU, and the datapath tells the other end.
 func (m *Manager) resize(h *netlink.Handle, e *entry, host netlink.Link) ([]string, error) {
@@ -45,10 +48,12 @@ func (m *Manager) resize(h *netlink.Handle, e *entry, host netlink.Link) ([]stri
 			return nil, err
 		}
 	}
-	if has := inPod.Attrs().MTU; has == ep.MTU || has > mtu {
+	has := inPod.Attrs().MTU
+	if has == ep.MTU || has > mtu {
 		if err := setMTU(pod.h, inPod, mtu); err != nil {
 			return nil, fmt.Errorf("in the pod: %w", err)
 		}
+		has = mtu
 	}
 	if host.Attrs().MTU > mtu {
 		if err := setMTU(h, host, mtu); err != nil {
@@ -59,13 +64,8 @@ func (m *Manager) resize(h *netlink.Handle, e *entry, host netlink.Link) ([]stri
 	ep.MTU = mtu
 	if mtu6 != ep.MTU6 {
 		ep.MTU6 = mtu6
-		for _, r := range podRoutes(ep, inPod.Attrs().Index) {
-			if r.Family != unix.AF_INET6 {
-				continue
-			}
-			if err := pod.h.RouteReplace(&r); err != nil {
-				return nil, fmt.Errorf("in the pod: route to %s with MTU %d: %w", r.Dst, mtu6, err)
-			}
+		if err := resizeRoutes(pod.h, ep, inPod.Attrs().Index, has); err != nil {
+			return nil, fmt.Errorf("in the pod: %w", err)
 		}
 	}
 	if err := m.save(e, ep, phaseReady); err != nil {
@@ -76,6 +76,24 @@ func (m *Manager) resize(h *netlink.Handle, e *entry, host netlink.Link) ([]stri
 	}
 	m.log.Info("endpoint follows the node's MTU", "endpoint", ep.String(), "mtu", mtu, "was", was)
 	return nil, nil
+}
+
+// resizeRoutes writes the MTU of IPv6 to its routes in a pod whose interface
+// has that one: a route that said more would be believed, and what is sent by
+// it does not fit through the interface.
+func resizeRoutes(h *netlink.Handle, ep Endpoint, index, has int) error {
+	if has < ep.MTU6 {
+		ep.MTU6 = 0
+	}
+	for _, r := range podRoutes(ep, index) {
+		if r.Family != unix.AF_INET6 {
+			continue
+		}
+		if err := h.RouteReplace(&r); err != nil {
+			return fmt.Errorf("route to %s with MTU %d: %w", r.Dst, r.MTU, err)
+		}
+	}
+	return nil
 }
 
 // resizeNew catches up with a change that came while the endpoint was made:
