@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"net"
 	"testing"
@@ -24,7 +25,7 @@ func receiveAll(u *net.UDPConn, sent []byte, size int) error {
 	}
 	buf := make([]byte, 64<<10)
 	for len(missing) > 0 {
-		if err := u.SetReadDeadline(time.Now().Add(10 * time.Second)); err != nil {
+		if err := u.SetReadDeadline(soon()); err != nil {
 			return err
 		}
 		n, _, err := u.ReadFromUDP(buf)
@@ -45,7 +46,7 @@ func receiveAll(u *net.UDPConn, sent []byte, size int) error {
 // device, and comes out as the datagrams it is made of.
 func TestUDPSegmentation(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, time.Minute)
+	ctx := within(t, 2*time.Minute)
 	for _, f := range families {
 		t.Run(f.name, func(t *testing.T) {
 			const size = 1200
@@ -75,19 +76,31 @@ func TestUDPSegmentation(t *testing.T) {
 	}
 }
 
-// A pod whose MTU somebody raised sends packets that do not fit under a
-// tunnel header: the device takes them, and fragments the outer packet.
+// A pod whose MTU somebody raised sends packets that do not fit under a tunnel
+// header: it is told how large they may be, and then goes past the device.
+// What IPv4 lets be fragmented the device takes, and fragments the outer packet.
 func TestPacketsThatDoNotFit(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, time.Minute)
+	ctx := within(t, 2*time.Minute)
+	pods := []*cluster.Pod{w.client, w.remote}
 	raise := func(mtu string) {
-		for _, p := range []*cluster.Pod{w.client, w.remote} {
+		for _, p := range pods {
 			ok(t, run(context.Background(), p.Netns, "ip link set eth0 mtu "+mtu))
 			ok(t, run(context.Background(), p.Node.Netns, "ip link set "+hostDevice(p)+" mtu "+mtu))
 		}
 	}
+	// Agents would bring the hosts' halves back.
+	ok(t, w.KillAgents(ctx))
+	t.Cleanup(func() {
+		raise("1450")
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		ok(t, w.StartAgents(ctx))
+	})
 	raise("1500")
-	t.Cleanup(func() { raise("1450") })
+	for _, p := range pods { // what they were told earlier
+		ok(t, run(ctx, p.Netns, "ip -4 route flush cache\nip -6 route flush cache"))
+	}
 	for _, f := range families {
 		t.Run(f.name, func(t *testing.T) {
 			to := port(f.of(w.remote), serverPort)
@@ -95,26 +108,57 @@ func TestPacketsThatDoNotFit(t *testing.T) {
 			before := counters(t, w.a)
 			transfer(ctx, t, w.client.Netns, l, to, 1<<20, nil)
 			got := counters(t, w.a).since(before)
-			if got["fwd_tunnel/from_pod"] < 10 || got["fwd_encap/from_pod"] == 0 {
-				t.Errorf("TCP: segments go by the device, their acknowledgements past it: %v", got)
+			if got["fwd_tunnel/from_pod"] != 0 || got["fwd_encap/from_pod"] < 10 || got["too_big_sent/from_pod/"+f.name] == 0 {
+				t.Errorf("TCP: told the MTU, and past the device from then on: %v", got)
 			}
+			// Both have been told now.
 			echoUDP(t, w.remote.Netns, to)
-			u := udp(t, w.client.Netns, "", to, nil)
-			datagrams(t, u, 1, 1000)
-			// 1450 bytes fit, with 28 or 48 of them headers; one more does not.
-			most := 1450 - 28
-			if f.name == "ipv6" {
-				most -= 20
-			}
-			for _, c := range []struct {
-				size int
-				way  string
-			}{{most, "fwd_encap"}, {most + 1, "fwd_tunnel"}, {most + 50, "fwd_tunnel"}} {
+			mayCut, mayNot := udp(t, w.client.Netns, "", to, deaf(f, false)), udp(t, w.client.Netns, "", to, deaf(f, true))
+			most := f.payloadOf(1450)
+			datagrams(t, mayCut, 1, 1000)
+			for _, size := range []int{most, most + 1, most + 50} {
+				what := fmt.Sprintf("datagram of %d", size)
+				if f.name == "ipv4" {
+					way := "fwd_tunnel/from_pod"
+					if size == most {
+						way = "fwd_encap/from_pod"
+					}
+					before := counters(t, w.a)
+					datagrams(t, mayCut, 1, size)
+					counters(t, w.a).since(before).want(t, what, counts{way: 1, "drop_too_big": 0})
+				}
+				if size == most {
+					before := counters(t, w.a)
+					datagrams(t, mayNot, 1, size)
+					counters(t, w.a).since(before).want(t, what+", in one piece", counts{"fwd_encap/from_pod": 1, "drop_too_big": 0})
+					continue
+				}
 				before := counters(t, w.a)
-				datagrams(t, u, 1, c.size)
-				counters(t, w.a).since(before).want(t, fmt.Sprintf("datagram of %d", c.size), counts{c.way + "/from_pod": 1})
+				_, err := mayNot.Write(make([]byte, size))
+				ok(t, err)
+				ok(t, mayNot.SetReadDeadline(soon()))
+				if n, err := mayNot.Read(make([]byte, 1)); !errors.Is(err, unix.EMSGSIZE) {
+					t.Errorf("%s, in one piece: %d, %v", what, n, err)
+				}
+				counters(t, w.a).since(before).want(t, what+", in one piece", counts{
+					"drop_too_big/from_pod": 1, "too_big_sent/from_pod": 1, "fwd_tunnel/from_pod": 0, "fwd_encap/from_pod": 0,
+				})
 			}
 		})
+	}
+}
+
+// deaf makes a socket send by the device's MTU whatever it was told of the
+// way's; in one piece or, IPv4 alone, such that it may be fragmented.
+func deaf(f family, whole bool) control {
+	return func(fd int) error {
+		switch {
+		case f.name == "ipv6":
+			return unix.SetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_MTU_DISCOVER, unix.IPV6_PMTUDISC_PROBE)
+		case whole:
+			return unix.SetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_PROBE)
+		}
+		return unix.SetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_INTERFACE)
 	}
 }
 
@@ -123,7 +167,7 @@ func TestPacketsThatDoNotFit(t *testing.T) {
 // behalf, so they go through the device.
 func TestPodsOwnTunnel(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, time.Minute)
+	ctx := within(t, 2*time.Minute)
 	for _, f := range families {
 		for _, dstport := range []int{4789, 8472} {
 			t.Run(fmt.Sprint(f.name, " ", dstport), func(t *testing.T) {
@@ -158,7 +202,7 @@ func TestPodsOwnTunnel(t *testing.T) {
 // the inner one, by the kernel's device.
 func TestCongestionMarks(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, time.Minute)
+	ctx := within(t, 2*time.Minute)
 	for _, f := range families {
 		t.Run(f.name, func(t *testing.T) {
 			here, there := f.of(w.client), f.of(w.kernel)
@@ -169,12 +213,12 @@ func TestCongestionMarks(t *testing.T) {
 				buf := make([]byte, 100)
 				_, err := c.Write([]byte("hello"))
 				ok(t, err)
-				ok(t, server.SetReadDeadline(time.Now().Add(10*time.Second)))
+				ok(t, server.SetReadDeadline(soon()))
 				_, from, err := server.ReadFromUDP(buf)
 				ok(t, err)
 				_, err = server.WriteToUDP([]byte("hello"), from)
 				ok(t, err)
-				ok(t, c.SetReadDeadline(time.Now().Add(10*time.Second)))
+				ok(t, c.SetReadDeadline(soon()))
 				_, err = c.Read(buf)
 				ok(t, err)
 			}
@@ -218,7 +262,7 @@ func TestCongestionMarks(t *testing.T) {
 				_, err = vtep.Write(vxlan(pk.frame()))
 				ok(t, err)
 				buf := make([]byte, 100)
-				ok(t, server.SetReadDeadline(time.Now().Add(10*time.Second)))
+				ok(t, server.SetReadDeadline(soon()))
 				n, _, err := server.ReadFromUDP(buf)
 				if err != nil || !bytes.Equal(buf[:n], []byte("marked")) {
 					t.Fatalf("%q, %v", buf[:n], err)
@@ -247,7 +291,7 @@ func ecn(ip []byte) int {
 // path, and arrive as they were sent.
 func TestOptionsAndExtensionHeaders(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, time.Minute)
+	ctx := within(t, 2*time.Minute)
 	nops := func(fd int) error {
 		return unix.SetsockoptString(fd, unix.IPPROTO_IP, unix.IP_OPTIONS, "\x01\x01\x01\x01\x01\x01\x01\x00")
 	}

@@ -230,7 +230,7 @@ func (w *world) pairOfTwo(ctx context.Context, t *testing.T, f family, number ui
 // any other (N15).
 func TestOutOfWindowSegments(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, time.Minute)
+	ctx := within(t, 2*time.Minute)
 	w.service(t, ctx, "window", "10.98.0.18", "fd00:10:98::18", w.remote)
 	raw, gw := rawSocket(t, w.client.Netns, "eth0"), hostMAC(t, w.client)
 	for _, f := range families {
@@ -294,7 +294,7 @@ func (w *world) isolated(t *testing.T, ctx context.Context, p *cluster.Pod, want
 // afresh, by policy too, and until then what the old one left lives on.
 func TestReusedTuples(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, time.Minute)
+	ctx := within(t, 2*time.Minute)
 	w.service(t, ctx, "reuse", "10.98.0.19", "fd00:10:98::19", w.remote)
 	policy := denyIngress("remote")
 	for _, f := range families {
@@ -368,7 +368,7 @@ func TestReusedTuples(t *testing.T) {
 // same flows go on when they are allowed again.
 func TestPolicyReachesRunningFlows(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, time.Minute)
+	ctx := within(t, 2*time.Minute)
 	w.service(t, ctx, "running", "10.98.0.20", "fd00:10:98::20", w.remote)
 	policy := denyIngress("remote")
 	for _, f := range families {

@@ -71,7 +71,7 @@ func (w *world) fragmented(t *testing.T, ctx context.Context, name, v4, v6 strin
 	ok(t, w.Manifests.Put(objs...))
 	t.Cleanup(func() {
 		ok(t, w.Manifests.Delete(objs...))
-		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		defer cancel()
 		w.awaitService(t, ctx, v4, v6, -1)
 	})
@@ -333,7 +333,7 @@ func reversed(f [][]byte) [][]byte {
 // until waits for counters that amount to that.
 func until(t *testing.T, n *cluster.Node, before counts, want int, what ...string) {
 	t.Helper()
-	eventually(t, within(t, 20*time.Second), func() error {
+	eventually(t, within(t, patience), func() error {
 		got, sum := counters(t, n).since(before), 0
 		for _, w := range what {
 			sum += got[w]

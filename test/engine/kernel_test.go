@@ -134,7 +134,7 @@ func badPackets(t *testing.T, what string, c *cluster.Capture) {
 	t.Helper()
 	// What a socket has received the capture may not have read yet.
 	any := func(*cluster.Packet) bool { return true }
-	if _, err := c.Find(within(t, 10*time.Second), "packet at all", any); err != nil {
+	if _, err := c.Find(within(t, patience), "packet at all", any); err != nil {
 		t.Errorf("%s: nothing captured: %v", what, err)
 	}
 	packets := c.Packets()

@@ -135,6 +135,11 @@ func (w *world) start(ctx context.Context) error {
 	return nil
 }
 
+// plannedPods are those of the address plan.
+func (w *world) plannedPods() []*cluster.Pod {
+	return []*cluster.Pod{w.client, w.local, w.remote, w.other}
+}
+
 // within bounds a case: generously, for the machine may be busy.
 func within(t testing.TB, d time.Duration) context.Context {
 	ctx, cancel := context.WithTimeout(t.Context(), d)

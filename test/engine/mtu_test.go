@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
 
+	"github.com/podweir/podweir/internal/tunnel"
 	"github.com/podweir/podweir/test/cluster"
 )
 
@@ -59,7 +60,13 @@ func exchangeBulk(c net.Conn, n int) error {
 // connections go on, datagrams as large as the MTU pass, and nothing is ever
 // fragmented on the underlay. An agent that was away catches up.
 func TestMTUChanges(t *testing.T) {
-	w := own(t, cluster.Config{MTU: 9000})
+	t.Run("vxlan", func(t *testing.T) { mtuChanges(t, tunnel.ModeVXLAN, 1400, 1500, 9000) })
+	// IPv6 has less room than IPv4 here, which its default route says.
+	t.Run("ipip", func(t *testing.T) { mtuChanges(t, tunnel.ModeIPIP, 1400, 9000) })
+}
+
+func mtuChanges(t *testing.T, mode tunnel.Mode, devices ...int) {
+	w := own(t, cluster.Config{MTU: 9000, AgentArgs: []string{"--routing-mode", string(mode)}})
 	ctx := within(t, 4*time.Minute)
 	device := func(mtu int) {
 		for _, n := range w.Nodes {
@@ -104,47 +111,53 @@ func TestMTUChanges(t *testing.T) {
 		}()
 		all = append(all, r)
 	}
-	follow := func(mtu int) {
+	follow := func(onDevice int) {
 		t.Helper()
-		for _, p := range []*cluster.Pod{w.client, w.local, w.remote, w.other} {
-			for n, dev := range map[*cluster.Netns]string{p.Netns: "eth0", p.Node.Netns: hostDevice(p)} {
-				eventually(t, ctx, func() error { return hasMTU(ctx, n, dev, mtu) })
-			}
+		mtu := mode.MTU(onDevice, w.a.Config.Addrs[0].Addr())
+		for _, p := range w.plannedPods() {
+			eventually(t, ctx, func() error { return podFollows(ctx, p, mtu) })
 			if err := p.Check(ctx); err != nil {
-				t.Errorf("CHECK of %s with an MTU of %d: %v", p.PodName, mtu, err)
+				t.Errorf("CHECK of %s with %+v: %v", p.PodName, mtu, err)
 			}
 		}
 		for _, n := range w.Nodes {
-			eventually(t, ctx, func() error { return hasMTU(ctx, n.Netns, "podweir.vxlan", mtu) })
+			eventually(t, ctx, func() error { return hasMTU(ctx, n.Netns, "podweir.vxlan", mtu.Tunnel) })
 		}
 		for _, r := range all {
-			at := port(r.f.of(w.remote), serverPort)
-			if err := exchangeBulk(r.conn, 1<<20); err != nil {
-				t.Errorf("%s, MTU %d, the connection of before: %v", r.f.name, mtu, err)
+			at, most := port(r.f.of(w.remote), serverPort), mtu.Pod
+			if r.f.name == "ipv6" {
+				most = mtu.Pod6
 			}
-			datagrams(t, udp(t, w.client.Netns, "", at, whole(r.f.name == "ipv6")), 1, r.f.payloadOf(mtu))
+			if err := exchangeBulk(r.conn, 1<<20); err != nil {
+				t.Errorf("%s, %+v, the connection of before: %v", r.f.name, mtu, err)
+			}
+			u := udp(t, w.client.Netns, "", at, whole(r.f.name == "ipv6"))
+			datagrams(t, u, 1, r.f.payloadOf(most))
+			if _, err := u.Write(make([]byte, r.f.payloadOf(most+1))); !errors.Is(err, unix.EMSGSIZE) {
+				t.Errorf("%s, %+v, a datagram that is one byte larger: %v", r.f.name, mtu, err)
+			}
 			fresh, err := dial(ctx, w.client.Netns, "", at, nil)
 			ok(t, err)
 			if err := exchangeBulk(fresh, 1<<18); err != nil {
-				t.Errorf("%s, MTU %d, a new connection: %v", r.f.name, mtu, err)
+				t.Errorf("%s, %+v, a new connection: %v", r.f.name, mtu, err)
 			}
 			ok(t, fresh.Close())
 		}
 	}
-	follow(1450)
-	for _, mtu := range []int{1400, 1500, 9000} {
+	follow(1500)
+	for _, mtu := range devices {
 		device(mtu)
-		follow(mtu - 50)
+		follow(mtu)
 	}
 	late := podObject("late", "node-a", "10.244.80.90", "fd00:10:244:50::90")
 	ok(t, w.Manifests.Put(late))
 	p, err := w.AddPod(ctx, late)
 	ok(t, err)
-	podMTU(ctx, t, p, 8950)
+	ok(t, podFollows(ctx, p, mode.MTU(9000, w.a.Config.Addrs[0].Addr())))
 	ok(t, w.KillAgents(ctx))
 	device(1400)
 	ok(t, w.StartAgents(ctx))
-	follow(1350)
+	follow(1400)
 	for _, r := range all {
 		close(r.stop)
 		if err := <-r.done; err != nil {
@@ -156,6 +169,35 @@ func TestMTUChanges(t *testing.T) {
 		t.Fatalf("fragment on the underlay: %v", p)
 	}
 	checksumErrors(t, w.client.Netns, w.remote.Netns, w.a.Netns, w.b.Netns)
+}
+
+// podFollows: both halves of a pod's interface have the MTU, and its IPv6
+// default route one of its own where that is less.
+func podFollows(ctx context.Context, p *cluster.Pod, mtu tunnel.MTU) error {
+	if err := hasMTU(ctx, p.Netns, "eth0", mtu.Pod); err != nil {
+		return err
+	}
+	if err := hasMTU(ctx, p.Node.Netns, hostDevice(p), mtu.Pod); err != nil {
+		return err
+	}
+	out, err := p.Exec(ctx, "ip", "-6", "route", "show", "default")
+	if err != nil {
+		return err
+	}
+	has := 0
+	if _, text, found := strings.Cut(out, " mtu "); found {
+		if _, err := fmt.Sscan(text, &has); err != nil {
+			return fmt.Errorf("%s: %w", out, err)
+		}
+	}
+	want := mtu.Pod6
+	if want == mtu.Pod {
+		want = 0
+	}
+	if has != want {
+		return fmt.Errorf("%s: the IPv6 default route has an MTU of %d, want %d: %s", p.PodName, has, want, out)
+	}
+	return nil
 }
 
 func hasMTU(ctx context.Context, n *cluster.Netns, device string, want int) error {
@@ -212,14 +254,21 @@ func (w *world) distant(ctx context.Context, t *testing.T, narrow int) *cluster.
 // the tunnel's packets makes the datapath tell pods, whose connections then
 // use what fits; nothing is fragmented. And each hop decrements and answers:
 // what traceroute shows between pods.
-func TestNarrowWay(t *testing.T) {
-	const narrow, inner = 1400, 1350
+func TestNarrowWay(t *testing.T) { narrowWay(t, tunnel.ModeVXLAN) }
+
+// The same where IPv4 has the small header: a router's word is about a packet
+// of IPv4 in IPv4, or about one of the tunnel that IPv6 goes by. Both teach
+// the way, whose room each family then has by its own header.
+func TestNarrowWayInIPIP(t *testing.T) { narrowWay(t, tunnel.ModeIPIP) }
+
+func narrowWay(t *testing.T, mode tunnel.Mode) {
+	const narrow = 1400
 	nodes := append(cluster.DefaultNodes(), cluster.NodeConfig{
 		Name:     "node-c",
 		Addrs:    []netip.Prefix{netip.MustParsePrefix("172.31.1.2/24"), netip.MustParsePrefix("fd00:172:31:1::2/64")},
 		PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.90.0/24"), netip.MustParsePrefix("fd00:10:244:5a::/64")},
 	})
-	w := own(t, cluster.Config{Nodes: nodes})
+	w := own(t, cluster.Config{Nodes: nodes, AgentArgs: []string{"--routing-mode", string(mode)}})
 	ctx := within(t, 4*time.Minute)
 	w.distant(ctx, t, narrow)
 	obj := podObject("distant", "node-c", "10.244.90.65", "fd00:10:244:5a::65")
@@ -227,7 +276,8 @@ func TestNarrowWay(t *testing.T) {
 	ok(t, w.start(ctx))
 	distant, err := w.AddPod(ctx, obj)
 	ok(t, err)
-	podMTU(ctx, t, w.client, 1450)
+	ok(t, podFollows(ctx, w.client, mode.MTU(1500, w.a.Config.Addrs[0].Addr())))
+	room := mode.MTU(narrow, w.a.Config.Addrs[0].Addr())
 	w.service(t, ctx, "far", "10.98.0.2", "fd00:10:98::2", distant)
 	objs := service("entry", "10.98.0.3", "fd00:10:98::3", distant)
 	svc := objs[0].(*corev1.Service)
@@ -245,6 +295,10 @@ func TestNarrowWay(t *testing.T) {
 	}
 	for _, f := range families {
 		t.Run(f.name, func(t *testing.T) {
+			inner := room.Pod
+			if f.name == "ipv6" {
+				inner = room.Pod6
+			}
 			vip := f.pick("10.98.0.2", "fd00:10:98::2")
 			// From outside by a NodePort (N12), before anybody knows of the
 			// narrow way.
@@ -428,7 +482,7 @@ func oneProbe(ctx context.Context, n *cluster.Netns, kind string, to netip.AddrP
 			return err
 		}
 		// The first that comes back: an error, an answer, a reset.
-		wait, cancel := context.WithTimeout(ctx, 10*time.Second)
+		wait, cancel := context.WithTimeout(ctx, patience)
 		defer cancel()
 		p, err := tap.Find(wait, kind+" answer", func(p *cluster.Packet) bool {
 			h := p.Outer

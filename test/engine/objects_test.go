@@ -6,7 +6,6 @@ import (
 	"net/netip"
 	"strings"
 	"testing"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -119,7 +118,7 @@ func (w *world) service(t testing.TB, ctx context.Context, name, v4, v6 string, 
 	ok(t, w.Manifests.Put(objs...))
 	t.Cleanup(func() {
 		ok(t, w.Manifests.Delete(objs...))
-		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		defer cancel()
 		w.awaitService(t, ctx, v4, v6, -1)
 	})

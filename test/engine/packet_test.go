@@ -136,5 +136,9 @@ func hostMAC(t testing.TB, p *cluster.Pod) net.HardwareAddr {
 	return macOf(t, p.Node.Netns, hostDevice(p))
 }
 
-// soon is a read deadline far beyond what any packet takes.
-func soon() time.Time { return time.Now().Add(10 * time.Second) }
+// patience is how long anything may take that a moment suffices for, on a
+// machine with many times as much to do as it has processors.
+const patience = 45 * time.Second
+
+// soon is a deadline far beyond what any packet takes.
+func soon() time.Time { return time.Now().Add(patience) }

@@ -131,7 +131,7 @@ func echoUDP(t testing.TB, n *cluster.Netns, addr string) *net.UDPConn {
 
 // talk sends a line and wants it back.
 func talk(c net.Conn, what string) error {
-	if err := c.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
+	if err := c.SetDeadline(soon()); err != nil {
 		return err
 	}
 	if _, err := io.WriteString(c, what); err != nil {
@@ -224,7 +224,7 @@ func datagrams(t testing.TB, c *net.UDPConn, count, most int) {
 			t.Errorf("datagram %d: %v", i, err)
 			return
 		}
-		_ = c.SetReadDeadline(time.Now().Add(10 * time.Second))
+		_ = c.SetReadDeadline(soon())
 		n, err := c.Read(buf)
 		if err != nil || !bytes.Equal(buf[:n], want) {
 			t.Errorf("datagram %d of %d bytes: %d bytes came back, %v", i, len(want), n, err)

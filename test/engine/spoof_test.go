@@ -51,7 +51,7 @@ func (v *vtep) send(t *testing.T, p packet) {
 // delivered, and the flow goes on.
 func TestSpoofedLiveTuples(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, time.Minute)
+	ctx := within(t, 2*time.Minute)
 	peer := w.newVTEP(ctx, t, "peer", "172.31.0.5/24", w.a)
 	pod, wire := rawSocket(t, w.local.Netns, "eth0"), rawSocket(t, w.Ext, "eth0")
 	podGW, nodeMAC := hostMAC(t, w.local), macOf(t, w.a.Netns, "eth0")
@@ -124,7 +124,7 @@ func TestSpoofedLiveTuples(t *testing.T) {
 // and somebody else's pod by the tunnel.
 func TestSpoofedSources(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, time.Minute)
+	ctx := within(t, 2*time.Minute)
 	stranger := w.host(t, ctx, "stranger", netip.MustParsePrefix("172.31.0.66/24"))
 	outside := udp(t, stranger, "", "172.31.0.2:4789", nil)
 	peer := w.newVTEP(ctx, t, "peer2", "172.31.0.6/24", w.a)

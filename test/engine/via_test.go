@@ -21,7 +21,7 @@ import (
 // every answer comes from whom it asked.
 func TestServicesThatShareABackend(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, time.Minute)
+	ctx := within(t, 2*time.Minute)
 	for i, server := range []*cluster.Pod{w.remote, w.local} {
 		vip := func(f family, n int) netip.Addr {
 			return f.pick(fmt.Sprintf("10.98.27.%d", 2*i+n), fmt.Sprintf("fd00:10:98::27%d", 2*i+n))
@@ -122,7 +122,7 @@ func (e *entry) expect(t *testing.T, want byte) []byte {
 // client used.
 func TestOnePortThroughTwoEntryNodes(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, time.Minute)
+	ctx := within(t, 2*time.Minute)
 	via := net.HardwareAddr{0x02, 'p', 'w', 0, 0, 0x02}
 	peers := []*vtep{w.newVTEP(ctx, t, "entry1", "172.31.0.7/24", w.b), w.newVTEP(ctx, t, "entry2", "172.31.0.8/24", w.b)}
 	for _, f := range families {

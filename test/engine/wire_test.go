@@ -18,7 +18,7 @@ import (
 // translated, every checksum right, an outer TTL and MACs the other end takes.
 func TestOnTheWire(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, time.Minute)
+	ctx := within(t, 2*time.Minute)
 	w.service(t, ctx, "wire", "10.98.0.22", "fd00:10:98::22", w.remote)
 	a, b := w.a.Config.Addrs[0].Addr(), w.b.Config.Addrs[0].Addr()
 	for _, f := range families {
@@ -76,7 +76,7 @@ func TestOnTheWire(t *testing.T) {
 // all but without retransmission (N12).
 func TestBulk(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, time.Minute)
+	ctx := within(t, 2*time.Minute)
 	_, err := w.remote.Serve(ctx, "bulk", 8180)
 	ok(t, err)
 	for _, f := range families {
@@ -115,7 +115,7 @@ func TestBulk(t *testing.T) {
 // with its reason, reaches nobody, and the pod goes on as before.
 func TestMalformed(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, time.Minute)
+	ctx := within(t, 2*time.Minute)
 	raw, gw := rawSocket(t, w.client.Netns, "eth0"), hostMAC(t, w.client)
 	honest := packet{srcMAC: raw.mac, dstMAC: gw, src: w.client.IPv4(), dst: w.remote.IPv4(), sport: 1, dport: 2, proto: 17, payload: []byte("MALFORMED")}
 	honest6 := honest
