@@ -151,7 +151,7 @@ func checkMTU(_ context.Context, f Facts) (out []Finding) {
 		case d.Role == "pod" && there && s.MTU != 0 && have > s.MTU:
 			out = append(out, Finding{State: Warn, Object: "Device " + d.Name,
 				Text:   fmt.Sprintf("its MTU is %d, that of pods %d by now: full packets do not fit the way to other nodes", have, s.MTU),
-				WayOut: "re-create the pod"})
+				WayOut: "the agent lowers it within moments; if it does not, podweir status says why, and a pod that is re-created has the right one"})
 		// Without a tunnel pods have the device's MTU.
 		case s.RoutingMode != "direct" && d.Role == "netdev" && there && slices.Contains(d.Addrs, s.Tunnel.Addr) && tunnel.TunnelMTU(have, s.Tunnel.Addr) < s.Tunnel.MTU:
 			out = append(out, Finding{State: Fail, Object: "Device " + d.Name,
