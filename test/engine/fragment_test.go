@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -109,8 +110,46 @@ var (
 // answers, whatever way their flow goes (N11).
 func TestLargeDatagrams(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, 2*time.Minute)
-	w.fragmented(t, ctx, "big-remote", "10.98.11.1", "fd00:10:98::b1", 30110, w.remote)
+	w.largeDatagrams(t, within(t, 2*time.Minute), w.remote, tunnel.ModeVXLAN)
+}
+
+// Fragments, in order and in any other, by every way there is between nodes.
+func TestFragmentsByRoutingMode(t *testing.T) {
+	for _, mode := range []tunnel.Mode{tunnel.ModeIPIP, tunnel.ModeDirect, tunnel.ModeCrossSubnet} {
+		t.Run(string(mode), func(t *testing.T) {
+			cfg := cluster.Config{AgentArgs: []string{"--routing-mode", string(mode)}}
+			far := mode == tunnel.ModeCrossSubnet
+			if far {
+				cfg.Nodes = threeNodes()
+			}
+			w := own(t, cfg)
+			ctx := within(t, 4*time.Minute)
+			distant := podObject("distant", "node-c", "10.244.90.65", "fd00:10:244:5a::65")
+			if far {
+				w.moveFar(ctx, t)
+				ok(t, w.Manifests.Put(distant))
+			}
+			ok(t, w.start(ctx))
+			remotes := []*cluster.Pod{w.remote}
+			if far {
+				p, err := w.AddPod(ctx, distant)
+				ok(t, err)
+				remotes = append(remotes, p)
+			}
+			for _, p := range remotes {
+				t.Run("to "+p.Node.NodeName, func(t *testing.T) {
+					t.Run("large datagrams", func(t *testing.T) { w.largeDatagrams(t, ctx, p, mode) })
+					t.Run("in any order", func(t *testing.T) { w.fragmentsInAnyOrder(t, ctx, p) })
+				})
+			}
+		})
+	}
+}
+
+// largeDatagrams has remote on the other node.
+func (w *world) largeDatagrams(t *testing.T, ctx context.Context, remote *cluster.Pod, mode tunnel.Mode) {
+	b := remote.Node
+	w.fragmented(t, ctx, "big-remote", "10.98.11.1", "fd00:10:98::b1", 30110, remote)
 	w.fragmented(t, ctx, "big-local", "10.98.11.2", "fd00:10:98::b2", 30120, w.local)
 	w.fragmented(t, ctx, "big-self", "10.98.11.3", "fd00:10:98::b3", 30130, w.client)
 	for _, f := range families {
@@ -126,37 +165,51 @@ func TestLargeDatagrams(t *testing.T) {
 			source netip.Addr // that the server sees
 		}{
 			{"pod to pod", w.client.Netns, f.of(w.local), serverPort, w.local.Netns, f.of(w.local), serverPort, client},
-			{"pod to remote pod", w.client.Netns, f.of(w.remote), serverPort, w.remote.Netns, f.of(w.remote), serverPort, client},
-			{"cluster IP, remote backend", w.client.Netns, f.pick("10.98.11.1", "fd00:10:98::b1"), 80, w.remote.Netns, f.of(w.remote), serverPort, client},
+			{"pod to remote pod", w.client.Netns, f.of(remote), serverPort, remote.Netns, f.of(remote), serverPort, client},
+			{"cluster IP, remote backend", w.client.Netns, f.pick("10.98.11.1", "fd00:10:98::b1"), 80, remote.Netns, f.of(remote), serverPort, client},
 			{"cluster IP, local backend", w.client.Netns, f.pick("10.98.11.2", "fd00:10:98::b2"), 80, w.local.Netns, f.of(w.local), serverPort, client},
 			{"a pod to itself", w.client.Netns, f.pick("10.98.11.3", "fd00:10:98::b3"), 80, w.client.Netns, client, serverPort, a},
-			{"pod to another node's NodePort", w.client.Netns, nodeAddr(f, w.b), 30111, w.remote.Netns, f.of(w.remote), serverPort, client},
+			{"pod to another node's NodePort", w.client.Netns, nodeAddr(f, b), 30111, remote.Netns, f.of(remote), serverPort, client},
 			{"masqueraded", w.client.Netns, extOf(f), 7777, w.Ext, extOf(f), 7777, a},
-			{"to the other node", w.client.Netns, nodeAddr(f, w.b), 7778, w.b.Netns, nodeAddr(f, w.b), 7778, a},
+			{"to the other node", w.client.Netns, nodeAddr(f, b), 7778, b.Netns, nodeAddr(f, b), 7778, a},
 			{"to the own node", w.client.Netns, a, 7778, w.a.Netns, a, 7778, client},
-			{"outside to NodePort, remote backend", w.Ext, a, 30111, w.remote.Netns, f.of(w.remote), serverPort, extOf(f)},
+			{"outside to NodePort, remote backend", w.Ext, a, 30111, remote.Netns, f.of(remote), serverPort, extOf(f)},
 			{"outside to NodePort, local backend", w.Ext, a, 30121, w.local.Netns, f.of(w.local), serverPort, extOf(f)},
 			{"host to its pod", w.a.Netns, f.of(w.local), serverPort, w.local.Netns, f.of(w.local), serverPort, a},
-			{"host to remote pod", w.a.Netns, f.of(w.remote), serverPort, w.remote.Netns, f.of(w.remote), serverPort, a},
-			{"host to cluster IP, remote backend", w.a.Netns, f.pick("10.98.11.1", "fd00:10:98::b1"), 80, w.remote.Netns, f.of(w.remote), serverPort, a},
+			{"host to remote pod", w.a.Netns, f.of(remote), serverPort, remote.Netns, f.of(remote), serverPort, a},
+			{"host to cluster IP, remote backend", w.a.Netns, f.pick("10.98.11.1", "fd00:10:98::b1"), 80, remote.Netns, f.of(remote), serverPort, a},
 			{"host to cluster IP, local backend", w.a.Netns, f.pick("10.98.11.2", "fd00:10:98::b2"), 80, w.local.Netns, f.of(w.local), serverPort, a},
 		} {
 			t.Run(f.name+" "+c.what, func(t *testing.T) {
-				before, beforeB := counters(t, w.a), counters(t, w.b)
+				before, beforeB := counters(t, w.a), counters(t, b)
 				seen := make(chan netip.Addr, 100)
-				server := udp(t, c.server, port(c.at, c.number), "", nil)
+				server := udp(t, c.server, port(c.at, c.number), "", hears(f))
 				defer server.Close()
+				var again atomic.Int32
 				go func() {
-					buf := make([]byte, 64<<10)
+					in, buf := make([]byte, 64<<10), make([]byte, 64<<10)
+					var last []byte
+					var to netip.AddrPort
 					for {
-						n, from, err := server.ReadFromUDPAddrPort(buf)
-						if err != nil {
+						n, from, err := server.ReadFromUDPAddrPort(in)
+						switch {
+						case errors.Is(err, unix.EMSGSIZE):
+							// The answer was too large for its way.
+							again.Add(1)
+						case err != nil:
 							return
+						default:
+							to, last = from, append(buf[:0], in[:n]...)
+							seen <- from.Addr().Unmap()
 						}
-						seen <- from.Addr().Unmap()
-						_, _ = server.WriteToUDPAddrPort(buf[:n], from)
+						_, _ = server.WriteToUDPAddrPort(last, to)
 					}
 				}()
+				if c.from == w.Ext {
+					// It is a router as well, and what it was told as a client it
+					// would tell others.
+					t.Cleanup(func() { ok(t, run(context.Background(), w.Ext, "ip -4 route flush cache\nip -6 route flush cache")) })
+				}
 				u := udp(t, c.from, "", port(c.to, c.port), nil)
 				defer u.Close()
 				buf, tooBig := make([]byte, 64<<10), 0
@@ -175,19 +228,22 @@ func TestLargeDatagrams(t *testing.T) {
 					}
 					if err != nil || !bytes.Equal(buf[:n], want) {
 						t.Fatalf("datagram of %d bytes: %d came back, %v; node-a %v, node-b %v", size, n, err,
-							counters(t, w.a).since(before), counters(t, w.b).since(beforeB))
+							counters(t, w.a).since(before), counters(t, b).since(beforeB))
 					}
 					if from := <-seen; from != c.source {
 						t.Errorf("the server sees %v, want %v", from, c.source)
 					}
 				}
-				if tooBig > 1 {
-					t.Errorf("the sender was told the MTU %d times", tooBig)
+				// With direct routing pods have more than the tunnel, by which what
+				// came from outside by another node is answered.
+				if n := again.Load(); tooBig > 1 || n > 1 || n > 0 && (mode != tunnel.ModeDirect || c.from != w.Ext) {
+					t.Errorf("the sender was told the MTU %d times, the server %d times", tooBig, n)
 				}
-				for n, d := range map[string]counts{"node-a": counters(t, w.a).since(before).drops(), "node-b": counters(t, w.b).since(beforeB).drops()} {
+				for n, d := range map[string]counts{"node-a": counters(t, w.a).since(before).drops(), "node-b": counters(t, b).since(beforeB).drops()} {
 					for k, v := range d {
 						// The rest of what was too large.
-						if tooBig > 0 && (k == "drop_too_big/from_netdev" || k == "drop_fragment_before_first/from_overlay") {
+						if tooBig > 0 && (k == "drop_too_big/from_netdev" || k == "drop_fragment_before_first/from_overlay") ||
+							again.Load() > 0 && (k == "drop_too_big/from_pod" || k == "drop_fragment_before_first/from_overlay") {
 							continue
 						}
 						t.Errorf("%s: %s %d", n, k, v)
@@ -196,7 +252,7 @@ func TestLargeDatagrams(t *testing.T) {
 			})
 		}
 		for what, to := range map[string]netip.Addr{
-			"local": f.of(w.local), "remote": f.of(w.remote), "outside": extOf(f), "own node": a, "other node": nodeAddr(f, w.b),
+			"local": f.of(w.local), "remote": f.of(remote), "outside": extOf(f), "own node": a, "other node": nodeAddr(f, b),
 		} {
 			t.Run(f.name+" ping "+what, func(t *testing.T) {
 				p, err := w.client.Ping(ctx, to.String(), "-size", "4000")
@@ -206,7 +262,16 @@ func TestLargeDatagrams(t *testing.T) {
 			})
 		}
 	}
-	checksumErrors(t, w.client.Netns, w.local.Netns, w.remote.Netns)
+	checksumErrors(t, w.client.Netns, w.local.Netns, remote.Netns)
+}
+
+// hears has a socket of IPv6 hear that what it sent was too large. IPv4 that
+// is in fragments may be fragmented again.
+func hears(f family) control {
+	if f.name == "ipv4" {
+		return nil
+	}
+	return func(fd int) error { return unix.SetsockoptInt(fd, unix.IPPROTO_IPV6, unix.IPV6_RECVERR, 1) }
 }
 
 // orders are ways in which the fragments of two datagrams can arrive.
@@ -232,11 +297,14 @@ func orders(a, b [][]byte) map[string][][]byte {
 // judged as one (N11). Where the kernel must put them in order first, it does.
 func TestFragmentsInAnyOrder(t *testing.T) {
 	w := shared(t)
-	ctx := within(t, 2*time.Minute)
-	w.fragmented(t, ctx, "any-remote", "10.98.11.4", "fd00:10:98::b4", 30140, w.remote)
+	w.fragmentsInAnyOrder(t, within(t, 2*time.Minute), w.remote)
+}
+
+func (w *world) fragmentsInAnyOrder(t *testing.T, ctx context.Context, remote *cluster.Pod) {
+	b := remote.Node
+	w.fragmented(t, ctx, "any-remote", "10.98.11.4", "fd00:10:98::b4", 30140, remote)
 	w.fragmented(t, ctx, "any-local", "10.98.11.5", "fd00:10:98::b5", 30150, w.local)
 	raw, gw := rawSocket(t, w.client.Netns, "eth0"), hostMAC(t, w.client)
-	id := uint32(1000)
 	for _, f := range families {
 		client := f.of(w.client)
 		for _, c := range []struct {
@@ -249,10 +317,10 @@ func TestFragmentsInAnyOrder(t *testing.T) {
 			source netip.Addr
 		}{
 			{"pod to pod", f.of(w.local), serverPort, w.local.Netns, f.of(w.local), serverPort, client},
-			{"pod to remote pod", f.of(w.remote), serverPort, w.remote.Netns, f.of(w.remote), serverPort, client},
-			{"cluster IP, remote backend", f.pick("10.98.11.4", "fd00:10:98::b4"), 80, w.remote.Netns, f.of(w.remote), serverPort, client},
+			{"pod to remote pod", f.of(remote), serverPort, remote.Netns, f.of(remote), serverPort, client},
+			{"cluster IP, remote backend", f.pick("10.98.11.4", "fd00:10:98::b4"), 80, remote.Netns, f.of(remote), serverPort, client},
 			{"cluster IP, local backend", f.pick("10.98.11.5", "fd00:10:98::b5"), 80, w.local.Netns, f.of(w.local), serverPort, client},
-			{"another node's NodePort", nodeAddr(f, w.b), 30141, w.remote.Netns, f.of(w.remote), serverPort, client},
+			{"another node's NodePort", nodeAddr(f, b), 30141, remote.Netns, f.of(remote), serverPort, client},
 			{"masqueraded", extOf(f), 7777, w.Ext, extOf(f), 7777, nodeAddr(f, w.a)},
 		} {
 			t.Run(f.name+" "+c.what, func(t *testing.T) {
@@ -270,19 +338,19 @@ func TestFragmentsInAnyOrder(t *testing.T) {
 						var cut [2][][]byte
 						missing := map[string]bool{}
 						for i := range cut {
-							id++
+							id := w.id()
 							p.payload = bytesOf(byte(id), size)
 							missing[string(p.payload)] = true
 							cut[i] = fragments(p.frame(), id, 1400)
 						}
-						before, beforeB := counters(t, w.a), counters(t, w.b)
+						before, beforeB := counters(t, w.a), counters(t, b)
 						for _, frame := range orders(cut[0], cut[1])[name] {
 							ok(t, raw.send(frame))
 						}
 						for len(missing) > 0 {
 							if !arrives(t, server, missing, c.source) {
 								t.Fatalf("%s, %d bytes: %d datagrams missing; node-a %v, node-b %v", name, size, len(missing),
-									counters(t, w.a).since(before), counters(t, w.b).since(beforeB))
+									counters(t, w.a).since(before), counters(t, b).since(beforeB))
 							}
 						}
 						got := counters(t, w.a).since(before)

@@ -22,7 +22,7 @@ type world struct {
 	a, b                         *cluster.Node
 	client, local, remote, other *cluster.Pod // client and local on a
 	kernel                       *kernelNode
-	ports                        atomic.Uint32
+	ports, ids                   atomic.Uint32
 	hosts                        map[string]*cluster.Netns
 }
 
@@ -43,6 +43,9 @@ func (w *world) host(t testing.TB, ctx context.Context, name string, addrs ...ne
 // port is a client's port that no flow has had yet: outside the range the
 // kernel takes ports from, and that of translated ones.
 func (w *world) port() uint16 { return uint16(30000 + w.ports.Add(1)) }
+
+// id is an identification that no datagram of these tests has had yet.
+func (w *world) id() uint32 { return 1000 + w.ids.Add(1) }
 
 // sharedWorld is what most cases run in; it ends with the process.
 var sharedWorld struct {
