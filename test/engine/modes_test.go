@@ -28,7 +28,7 @@ type steady struct {
 	ended chan error
 }
 
-const pace = 60 * time.Millisecond
+const pace = 250 * time.Millisecond
 
 func keepUp(name string, do func(i int64) error) *steady {
 	s := &steady{name: name, ended: make(chan error, 1)}

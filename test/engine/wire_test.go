@@ -135,7 +135,7 @@ func TestMalformed(t *testing.T) {
 		{"UDP header cut", "drop_malformed", change(honest, func(f []byte) []byte { f[17] = 24; return f[:14+24] })},
 		{"UDP length beyond the packet", "drop_malformed", change(honest, func(f []byte) []byte { f[14+20+5] = 200; return f })},
 		{"TCP header of 8 bytes", "drop_malformed", change(tcp, func(f []byte) []byte { f[14+20+12] = 2 << 4; return f })},
-		{"IPv4 fragment", "drop_fragment", change(honest, func(f []byte) []byte { f[20] = 0x20; return f })},
+		{"IPv4 fragment that does not end at eight bytes", "drop_malformed", change(honest, func(f []byte) []byte { f[20] = 0x20; return f })},
 		{"IPv6 header cut", "drop_malformed", change(honest6, func(f []byte) []byte { return f[:14+30] })},
 		{"IPv6 length beyond the frame", "drop_malformed", change(honest6, func(f []byte) []byte { f[19] += 50; return f })},
 		{"v4-mapped IPv6", "drop_v4_mapped", change(honest6, func(f []byte) []byte {
