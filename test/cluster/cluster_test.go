@@ -25,7 +25,7 @@ func within(t *testing.T, d time.Duration) context.Context {
 
 func TestNodesReachEachOther(t *testing.T) {
 	c := cluster.ForTest(t, cluster.Config{})
-	ctx := within(t, 10*time.Second)
+	ctx := within(t, time.Minute)
 	a, b := c.Node("node-a"), c.Node("node-b")
 	for _, from := range []*cluster.Netns{a.Netns, c.Ext} {
 		for _, to := range b.Config.Addrs {
@@ -41,7 +41,7 @@ func TestNodesReachEachOther(t *testing.T) {
 // sees too, and the tap sees exactly once.
 func TestSwitchFloods(t *testing.T) {
 	c := cluster.ForTest(t, cluster.Config{})
-	ctx := within(t, 10*time.Second)
+	ctx := within(t, time.Minute)
 	a, b := c.Node("node-a"), c.Node("node-b")
 	if _, err := b.Serve(ctx, "b", cluster.ServerPort); err != nil {
 		t.Fatal(err)
@@ -84,7 +84,7 @@ func TestSwitchFloods(t *testing.T) {
 
 func TestToolsSeeEachOther(t *testing.T) {
 	c := cluster.ForTest(t, cluster.Config{})
-	ctx := within(t, 20*time.Second)
+	ctx := within(t, time.Minute)
 	a, b := c.Node("node-a"), c.Node("node-b")
 	if _, err := b.Serve(ctx, "b", cluster.ServerPort); err != nil {
 		t.Fatal(err)
@@ -133,7 +133,7 @@ func TestToolsSeeEachOther(t *testing.T) {
 // checksums hold, with and without offload.
 func TestCaptureDecodesVXLAN(t *testing.T) {
 	c := cluster.ForTest(t, cluster.Config{})
-	ctx := within(t, 20*time.Second)
+	ctx := within(t, time.Minute)
 	a, b := c.Node("node-a"), c.Node("node-b")
 	tunnel := func(n *cluster.Node, remote, addr4, addr6 string) {
 		t.Helper()
@@ -165,7 +165,7 @@ func TestCaptureDecodesVXLAN(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if r, err := a.Bulk(ctx, target, "-bytes", "100000"); err != nil || !r.CRCMatches {
+			if r, err := a.Bulk(ctx, target, "-bytes", "100000", "-timeout", "20s"); err != nil || !r.CRCMatches {
 				t.Fatalf("%+v, %v", r, err)
 			}
 			p, err := tap.Find(ctx, "SYN in the tunnel", func(p *cluster.Packet) bool { return p.Inner != nil && p.Inner.Flags == "S" })
@@ -268,7 +268,7 @@ func traces(t *testing.T, id string) []string {
 
 func TestCloseLeavesNothing(t *testing.T) {
 	c := cluster.ForTest(t, cluster.Config{})
-	ctx := within(t, 10*time.Second)
+	ctx := within(t, time.Minute)
 	server, err := c.Node("node-a").Serve(ctx, "a", cluster.ServerPort)
 	if err != nil {
 		t.Fatal(err)

@@ -291,6 +291,11 @@ func narrowWay(t *testing.T, mode tunnel.Mode) {
 	ok(t, err)
 	c := w.Node("node-c")
 	for _, f := range families {
+		// What comes out of ipip by a veth still counts as encapsulated, and
+		// the kernel lets no program answer in its place (bpf_skb_change_tail).
+		if mode == tunnel.ModeIPIP && f.name == "ipv4" {
+			continue
+		}
 		t.Run("traceroute "+f.name, func(t *testing.T) { w.traces(ctx, t, f, distant, c) })
 	}
 	for _, f := range families {
