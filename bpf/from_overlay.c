@@ -18,6 +18,8 @@ int from_overlay(struct __sk_buff *skb)
 		pw_make_ours(skb);
 		return PW_NEXT;
 	}
+	if (!s)
+		return pw_drop(skb, &p, PW_DROP_HELPER);
 	err = pw_parse(skb, &p);
 	peer = pw_tunnel_source(skb, &p.from);
 	if (peer)
@@ -31,7 +33,7 @@ int from_overlay(struct __sk_buff *skb)
 	if (p.kind == PW_KIND_LINK)
 		return pw_drop(skb, &p, PW_DROP_MULTICAST);
 	if (frame == PW_FRAME_POD || frame == PW_FRAME_HOST) {
-		named = s ? pw_read_name(skb, &p, s, frame) : PW_DROP_HELPER;
+		named = pw_read_name(skb, &p, s, frame);
 		if (named)
 			return pw_drop(skb, &p, named);
 		p.service = PW_CALL_NAMED;

@@ -192,7 +192,7 @@ func (r *result) tooBigToSend() []byte {
 		return nil
 	}
 	mtu := binary.BigEndian.Uint32(told.upper[4:])
-	if r.shot.gso == 0 && int(mtu) >= len(in)-14 || mtu < 68 || d.v6 && mtu < 1280 {
+	if !r.shot.hostile && (r.shot.gso == 0 && int(mtu) >= len(in)-14 || mtu < 68 || d.v6 && mtu < 1280) {
 		return nil
 	}
 	who := d.dst // outside knows that address and no other

@@ -430,7 +430,7 @@ func TestFuzz(t *testing.T) {
 			w.dsr, w.defrags = true, true
 			more := append(expected, reassembly)
 			if !w.f.v6 {
-				more = append(more, fwdIPIP, podIPIP)
+				more = append(more, fwdIPIP)
 			}
 			w.fuzzHooks(t, w.ipip, more...)
 		})
@@ -464,7 +464,7 @@ func (w *world) fuzzHooks(t *testing.T, ways func(), expected ...reason) {
 	}
 	t.Logf("seed %d: %d reasons were seen", *fuzzSeed, len(total))
 	for _, why := range expected {
-		if total[why] == 0 && !t.Failed() {
+		if total[why] == 0 && !t.Failed() && *fuzzPackets >= 1000 {
 			t.Errorf("no packet of them all was counted as %s", maps.ReasonName(why))
 		}
 	}
