@@ -250,6 +250,9 @@ func (f *flags) completeMasquerade() (err error) {
 	if m.Ports, err = sourceport.Parse(f.sourcePorts); err != nil {
 		return fmt.Errorf("--source-ports: %w", err)
 	}
+	if err = sourceport.CheckBeside(m.Ports, sourceport.Range(f.NodePorts)); err != nil {
+		return fmt.Errorf("--source-ports: %w", err)
+	}
 	if len(m.Ports) == 0 {
 		if _, _, err = sourceport.Choose(sourceport.Range(f.NodePorts), sourceport.Range{}); err != nil {
 			return fmt.Errorf("--service-node-port-range: %w", err)

@@ -118,6 +118,9 @@ func TestMasqueradeFlags(t *testing.T) {
 		{args: "--non-masquerade-cidrs=ten", bad: "is no range"},
 		{args: "--source-ports=61000-65535,2000", want: "{false false [] [2000 61000-65535]}"},
 		{args: "--source-ports=2000-1000", bad: "--source-ports"},
+		{args: "--source-ports=1024-65535", bad: "1024-65535 overlaps the range of NodePorts 30000-32767"},
+		{args: "--source-ports=31000 --service-node-port-range=20000-22767", want: "{false false [] [31000]}"},
+		{args: "--source-ports=22767 --service-node-port-range=20000-22767", bad: "overlaps the range of NodePorts 20000-22767"},
 		{args: "--service-node-port-range=1-65535", bad: "leaves 0 of the ports"},
 		{args: "--service-node-port-range=1-65535 --source-ports=1024-2047", want: "{false false [] [1024-2047]}"},
 	} {

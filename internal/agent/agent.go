@@ -63,9 +63,11 @@ type Options struct {
 	NodePortAddrs tunnel.NodePortAddrs // where they answer; zero = on all addresses
 	MaglevSize    uint32               // 0 = by the number of backends
 	Masquerade    Masquerade
-	Settled       func()           // see [Config]
-	Now           func() time.Time // the clock of health and of what is deleted later; nil = time.Now
-	Log           *slog.Logger
+	// ExternalSource is the programs' setting, by the flag's word, for status alone.
+	ExternalSource string
+	Settled        func()           // see [Config]
+	Now            func() time.Time // the clock of health and of what is deleted later; nil = time.Now
+	Log            *slog.Logger
 }
 
 // Agent is the loop and its state.

@@ -69,6 +69,17 @@ type Config struct {
 	Log           *slog.Logger
 }
 
+// externalSource is the word of --external-source.
+func (c *Config) externalSource() string {
+	switch {
+	case c.ExternalSNAT:
+		return "snat"
+	case c.ExternalDSR:
+		return "dsr"
+	}
+	return "keep"
+}
+
 // restoreTimeout bounds how long endpoints of an earlier run may wait for
 // their Pod objects before the plugin is served.
 const restoreTimeout = 15 * time.Second
@@ -191,7 +202,8 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	alloc := new(ipam.Allocator)
 	a, err := New(Options{
 		NodeName: cfg.NodeName, ServiceCIDRs: cfg.ServiceCIDRs, MTU: cfg.MTU, VNI: DefaultVNI, Mode: cfg.Mode, AcceptPlain: cfg.AcceptPlain,
-		NodePorts: cfg.NodePorts, NodePortAddrs: cfg.NodePortAddrs, MaglevSize: cfg.MaglevSize, Masquerade: cfg.Masquerade, Settled: cfg.Settled, Log: log,
+		ExternalSource: cfg.externalSource(),
+		NodePorts:      cfg.NodePorts, NodePortAddrs: cfg.NodePortAddrs, MaglevSize: cfg.MaglevSize, Masquerade: cfg.Masquerade, Settled: cfg.Settled, Log: log,
 	}, tables, dp, stack, alloc)
 	if err != nil {
 		return err

@@ -70,6 +70,7 @@ func (a *Agent) Status(ctx context.Context) (api.Status, error) {
 		}
 		s.ServiceCIDRs = w.cidrs
 		s.Masquerade = a.masquerade()
+		s.ExternalSource = a.opt.ExternalSource
 	})
 	return s, err
 }

@@ -55,6 +55,9 @@ type Status struct {
 	ServiceCIDRs []netip.Prefix `json:"serviceCIDRs,omitempty"`
 	// Masquerade says under whose address pods reach the world.
 	Masquerade Masquerade `json:"masquerade"`
+	// ExternalSource is keep, dsr or snat: how clients outside are seen by
+	// backends, and answered.
+	ExternalSource string `json:"externalSource"`
 }
 
 // Masquerade says under whose address pods reach the world.

@@ -120,6 +120,9 @@ func (s *session) printStatus(v *statusView) error {
 			line("Service ranges", "%s", strings.Join(texts(a.ServiceCIDRs), ", "))
 		}
 		line("Masquerade", "%s", a.Masquerade)
+		if a.ExternalSource != "" {
+			line("External source", "%s", externalSource(a.ExternalSource))
+		}
 		line("Nodes", "%d", len(a.Nodes))
 		if a.RoutingMode != "" {
 			accepts := ""
@@ -180,6 +183,19 @@ func (s *session) printStatus(v *statusView) error {
 		_, _ = fmt.Fprintf(s.env.Stdout, "! %s%s\n", strings.Join(where, ""), p.Error)
 	}
 	return nil
+}
+
+// externalSource says what an --external-source does.
+func externalSource(mode string) string {
+	switch mode {
+	case "keep":
+		return "keep: clients keep their address, and are answered by the node that they called"
+	case "dsr":
+		return "dsr: clients keep their address, and are answered by the backend's node"
+	case "snat":
+		return "snat: clients are seen under the address of the node that they called"
+	}
+	return mode
 }
 
 func orUnknown(s string) string {

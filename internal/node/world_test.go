@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 	"net"
+	"slices"
 	"testing"
 	"time"
 
@@ -50,7 +51,9 @@ func TestWorldRoutes(t *testing.T) {
 			must(err)
 			routes, err := m.nl.RouteList(l, netlink.FAMILY_V6)
 			must(err)
-			if l.Attrs().OperState == netlink.OperUp && len(routes) > 0 {
+			if l.Attrs().OperState == netlink.OperUp && slices.ContainsFunc(routes, func(r netlink.Route) bool {
+				return r.Dst != nil && r.Dst.String() == "fe80::/64"
+			}) {
 				break
 			}
 			must(ctx.Err())

@@ -71,6 +71,21 @@ func Parse(list []string) ([]Range, error) {
 	return out, nil
 }
 
+// CheckBeside refuses ports, as they are named by hand, that NodePorts may have:
+// unless these leave fewer than [Enough], when there is no way but to share.
+func CheckBeside(ports []Range, nodePorts Range) error {
+	beside := without([]Range{{first, last}}, nodePorts)
+	if Count(beside) < Enough {
+		return nil
+	}
+	for _, r := range ports {
+		if nodePorts.Len() > 0 && r.Min <= nodePorts.Max && nodePorts.Min <= r.Max {
+			return fmt.Errorf("%v overlaps the range of NodePorts %v: leave those out, or narrow --service-node-port-range", r, nodePorts)
+		}
+	}
+	return nil
+}
+
 // Choose returns all ports from 1024 on that are in neither range. Should the
 // two leave fewer than [Enough], the host's own are not spared: that is said in
 // shortage, and is safe, because whoever comes second is given another port.

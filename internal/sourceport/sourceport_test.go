@@ -37,6 +37,30 @@ func TestChoose(t *testing.T) {
 	}
 }
 
+func TestCheckBeside(t *testing.T) {
+	nodePorts := Range{30000, 32767}
+	for _, tt := range []struct {
+		ports     []Range
+		nodePorts Range
+		bad       bool
+	}{
+		{nil, nodePorts, false},
+		{[]Range{{1024, 29999}, {32768, 65535}}, nodePorts, false},
+		{[]Range{{1024, 30000}}, nodePorts, true},
+		{[]Range{{1024, 2000}, {32767, 32767}}, nodePorts, true},
+		{[]Range{{1, 65535}}, nodePorts, true},
+		{[]Range{{31000, 31001}}, nodePorts, true},
+		{[]Range{{1, 65535}}, Range{}, false},
+		{[]Range{{1024, 2047}}, Range{1, 65535}, false},
+		{[]Range{{1024, 2047}}, Range{1, 64511}, true},
+		{[]Range{{1024, 2047}}, Range{1, 64512}, false},
+	} {
+		if err := CheckBeside(tt.ports, tt.nodePorts); (err != nil) != tt.bad {
+			t.Errorf("%v beside NodePorts %v: %v", tt.ports, tt.nodePorts, err)
+		}
+	}
+}
+
 func TestParse(t *testing.T) {
 	for _, tt := range []struct {
 		in   []string
