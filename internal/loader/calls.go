@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 
 	"github.com/cilium/ebpf"
@@ -76,12 +77,12 @@ func (d *Datapath) dropCalls() error {
 	return errors.Join(errs...)
 }
 
-// fragmentProgram is in pw_calls and goes on from there to the slow path: a use
-// of the map that lasts as long as the map, and says nothing of hooks.
-const fragmentProgram = "fragment"
+// called are the programs in pw_calls. Some go on from there by the same map: a
+// use of it that lasts as long as the map, and says nothing of hooks.
+var called = [...]string{"slow", "fragment", "from_ipip"}
 
 // mapsInUse returns the maps of all loaded programs, whosever they are, but for
-// those of [fragmentProgram].
+// those of [called].
 func mapsInUse() (map[ebpf.MapID]bool, error) {
 	used := make(map[ebpf.MapID]bool)
 	for id := ebpf.ProgramID(0); ; {
@@ -116,7 +117,7 @@ func mapsOf(id ebpf.ProgramID) ([]ebpf.MapID, error) {
 	if err != nil {
 		return nil, err
 	}
-	if info.Name == fragmentProgram {
+	if slices.Contains(called[:], info.Name) {
 		return nil, nil
 	}
 	ids, _ := info.MapIDs()

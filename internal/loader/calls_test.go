@@ -136,6 +136,21 @@ func TestSlowPathLivesAsLongAsItsHooks(t *testing.T) {
 	})
 }
 
+// A program in pw_calls that uses the map itself keeps it, and with it the
+// slow path of every load there ever was, unless it is known not to count.
+func TestCalledProgramsAreKnown(t *testing.T) {
+	spec, err := bpf.LoadDp()
+	must(t, err)
+	var names []string
+	for _, kv := range spec.Maps["pw_calls"].Contents {
+		names = append(names, kv.Value.(string))
+	}
+	slices.Sort(names)
+	if want := slices.Sorted(slices.Values(called[:])); !slices.Equal(names, want) {
+		t.Errorf("pw_calls has %v, known are %v", names, want)
+	}
+}
+
 // A pin that somebody removed is made again, or the slow path would go with
 // this process.
 func TestVerifyPinsSlowPathAgain(t *testing.T) {
