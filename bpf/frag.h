@@ -248,7 +248,8 @@ __noinline int pw_frag_may_rise(struct __sk_buff *skb, struct pw_pkt *p)
 	pw_resolve(&p->key.dst, &s->dst);
 	if (!s->dst.ifindex && s->dst.flags & PW_PEER_LOCAL)
 		return PW_DROP_NO_ENDPOINT;
-	if (!cfg_defrag || p->key.via)
+	/* Behind the reassembly nobody would know of the frame. */
+	if (!cfg_defrag || p->key.via || p->service == PW_CALL_NAMED)
 		return PW_DROP_FRAGMENT_BEFORE_FIRST;
 	if (s->dst.ifindex)
 		return 0;

@@ -11,7 +11,7 @@ int from_overlay(struct __sk_buff *skb)
 	struct pw_pkt p = { .hook = PW_FROM_OVERLAY };
 	struct pw_scratch *s = pw_get_scratch();
 	struct pw_flow *f;
-	int err, peer, frame;
+	int err, peer, frame, named;
 
 	/* A pod's answer to the host, see pw_to_host. */
 	if (pw_take_mark(skb)) {
@@ -27,16 +27,18 @@ int from_overlay(struct __sk_buff *skb)
 	frame = pw_frame_kind(skb, 0);
 	if (frame == PW_FRAME_VIA)
 		p.key.via = p.from.id;
+	if (frame == PW_FRAME_POD || frame == PW_FRAME_HOST) {
+		named = s ? pw_read_name(skb, &p, s, frame) : PW_DROP_HELPER;
+		if (named)
+			return pw_drop(skb, &p, named);
+		p.service = PW_CALL_NAMED;
+	}
 	if (err)
 		return pw_go_fragment(skb, &p);
 	/* Nobody's neighbour lives behind the tunnel. */
 	if (p.kind == PW_KIND_LINK)
 		return pw_drop(skb, &p, PW_DROP_MULTICAST);
-	if (frame == PW_FRAME_POD || frame == PW_FRAME_HOST) {
-		err = s ? pw_read_name(skb, &p, s, frame) : PW_DROP_HELPER;
-		if (err)
-			return pw_drop(skb, &p, err);
-		p.service = PW_CALL_NAMED;
+	if (s && p.service == PW_CALL_NAMED) {
 		f = pw_flow_find(&p.key);
 		if (!f || !pw_is_named(s, f))
 			return pw_go_slow(skb, &p, s);

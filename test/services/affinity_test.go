@@ -65,8 +65,10 @@ func (w *world) one(from string, s service, at, proto string, v6 bool) string {
 
 // A client stays with its backend, by whatever address it calls; until that
 // is gone, and not because another comes or an unrelated service changes.
-func TestS14Affinity(t *testing.T) {
-	w := shared(t)
+func TestS14Affinity(t *testing.T) { shared(t).affinity() }
+
+func (w *world) affinity() {
+	w.Helper()
 	s := service{name: "sticky", n: 200, ends: "back-a back-b pod-b", change: sticky(0)}
 	w.put(s)
 	type client struct{ from, proto, v6 string }
@@ -114,7 +116,7 @@ func TestS14Affinity(t *testing.T) {
 		all(w, ends)
 		for c, server := range first {
 			if !slices.Contains(strings.Fields(ends), server) {
-				t.Errorf("endpoints %q: %+v is answered by %s", ends, c, server)
+				w.Errorf("endpoints %q: %+v is answered by %s", ends, c, server)
 			}
 		}
 	}
@@ -123,7 +125,7 @@ func TestS14Affinity(t *testing.T) {
 	w.settled()
 	clear(first)
 	all(w, s.ends)
-	t.Logf("%d times a client lost its backend, then all of them did", moved)
+	w.Logf("%d times a client lost its backend, then all of them did", moved)
 }
 
 // After the time without a connection the choice is free again.

@@ -257,7 +257,7 @@ func TestServicesDirect(t *testing.T) {
 // not by a backend on that very node's network, and pods not by a cluster IP.
 func TestSnat(t *testing.T) {
 	t.Parallel()
-	for _, mode := range []string{"vxlan", "direct", "cross-subnet"} {
+	for _, mode := range []string{"vxlan", "direct", "cross-subnet", "ipip"} {
 		t.Run(mode, func(t *testing.T) {
 			w := own(t, "--external-source", "snat", "--routing-mode", mode)
 			w.runTable([]row{

@@ -76,25 +76,84 @@ func TestNoMasquerade(t *testing.T) {
 
 // --non-masquerade-cidrs: pods keep their address towards these, a client
 // outside and another node here, and towards nothing else.
+//
+// A client in these is one outside like any: seen as --external-source says. Nor
+// do they change what snat hides: calls of an external frontend.
 func TestNonMasqueradeCIDRs(t *testing.T) {
 	t.Parallel()
-	w := own(t, "--non-masquerade-cidrs", "172.31.0.50/31,172.31.0.3/32,fd00:172:31::50/128,fd00:172:31::3/128")
+	for _, external := range []string{"keep", "dsr", "snat"} {
+		t.Run(external, func(t *testing.T) {
+			own(t, "--external-source", external, "--non-masquerade-cidrs", "172.31.0.50/31,172.31.0.3/32,fd00:172:31::50/128,fd00:172:31::3/128").nonMasquerade(external)
+		})
+	}
+}
+
+func (w *world) nonMasquerade(external string) {
+	w.Helper()
+	// As who a caller is seen by whom it reaches by an external frontend.
+	hidden := func(as, by string) string {
+		if external == "snat" {
+			return by
+		}
+		return as
+	}
 	w.runTable([]row{
+		{from: "out", svc: "web", to: "lb ext node@node-a", by: "back-a back-b", sees: hidden("out", "node-a")},
+		{from: "out", svc: "host-b", to: "lb node@node-a", by: "node-b", sees: hidden("out", "node-a")},
+		{from: "out", svc: "ex-local", to: "lb node@node-a", by: "back-a"},
+		{from: "out", svc: "world", to: "lb node@node-a", by: "ext", sees: "node-a"},
+		{from: "pod-a", svc: "web", to: "lb ext node@node-b", by: "back-a back-b", sees: hidden("pod-a", "node-a")},
+		{from: "pod-a", svc: "host-b", to: "lb node@node-b", by: "node-b", sees: hidden("pod-a", "node-a")},
+		{from: "pod-b", svc: "host-a", to: "lb node@node-a", by: "node-a", sees: "node-b"},
+		{from: "pod-a", svc: "web", to: "cluster", by: "back-a back-b"},
+		{from: "pod-a", svc: "host-b", to: "cluster", by: "node-b"},
+		{from: "pod-b", svc: "host-a", to: "cluster", by: "node-a", sees: "node-b"},
+		{from: "pod-a", svc: "self", to: anywhere, by: "pod-a", sees: "node-a"},
 		{from: "pod-a", addr: "out", port: 8080, by: "out"},
 		{from: "pod-a", addr: "ext", port: 8080, by: "ext", sees: "node-a"},
 		{from: "pod-a", addr: "node-b", port: 8080, by: "node-b"},
 		{from: "pod-b", addr: "node-a", port: 8080, by: "node-a", sees: "node-b"},
 		{from: "out ext", addr: "node-a", port: 8080, by: "node-a"},
+		{from: "out", addr: "pod-b", port: 8080, by: "pod-b"},
 		{from: "out", addr: "pod-a", port: 8080, by: "pod-a"},
 		{from: "pod-a", addr: "back-b", port: 8080, by: "back-b"},
 	})
-	w.eachFamily(func(w *world, v6 bool) {
-		out, err := w.Node("node-a").Podweir(w.ctx, "status")
-		w.must(err)
-		if !strings.Contains(out, "IPv4 and IPv6, not to 172.31.0.50/31, ") || !strings.Contains(out, "; source ports 1024-29999, 61000-65535") {
-			w.Errorf("podweir status says\n%s", out)
+	out, err := w.Node("node-a").Podweir(w.ctx, "status")
+	w.must(err)
+	for _, want := range []string{"IPv4 and IPv6, not to 172.31.0.50/31, ", "; source ports 1024-29999, 61000-65535", "External source ", " " + external + ": clients ", "Routing mode ", " vxlan\n"} {
+		if !strings.Contains(out, want) {
+			w.Errorf("podweir status lacks %q:\n%s", want, out)
 		}
-	})
+	}
+}
+
+// Masquerade that is off, and each of the ways in which clients outside are
+// answered: pods keep their address towards the world, by a service too, but
+// where snat hides whoever calls an external frontend.
+func TestNoMasqueradeExternalSource(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct{ external, mode, pod, out string }{
+		{"dsr", "ipip", "pod-a", "out"}, {"snat", "cross-subnet", "node-a", "node-a"},
+	} {
+		t.Run(c.external+" "+c.mode, func(t *testing.T) {
+			t.Parallel()
+			w := own(t, "--masquerade=false", "--external-source", c.external, "--routing-mode", c.mode)
+			w.routesToPods(w.Ext)
+			w.runTable([]row{
+				{from: "pod-a", addr: "ext", port: 8080, by: "ext"},
+				{from: "pod-a", addr: "node-b", port: 8080, by: "node-b"},
+				{from: "pod-a", svc: "world", to: "cluster", by: "ext"},
+				{from: "pod-a", svc: "world", to: "lb ext node@node-a", by: "ext", sees: c.pod},
+				{from: "pod-a", svc: "web", to: "lb ext node@node-b", by: "back-a back-b", sees: c.pod},
+				{from: "pod-a", svc: "host-b", to: "cluster", by: "node-b"},
+				{from: "pod-a", svc: "host-b", to: "lb node@node-b", by: "node-b", sees: c.pod},
+				{from: "pod-a", svc: "self", to: anywhere, by: "pod-a", sees: "node-a"},
+				{from: "out", svc: "web", to: "lb ext node@node-a", by: "back-a back-b", sees: c.out},
+				{from: "out", svc: "host-b", to: "lb node@node-a", by: "node-b", sees: c.out},
+				{from: "out", addr: "pod-a", port: 8080, by: "pod-a"},
+			})
+		})
+	}
 }
 
 // eachFamily runs a case once per family.

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -136,12 +137,13 @@ var externalRanges = []string{"192.0.2.0/24", "198.51.100.0/24", "fd00:10:1b::/6
 type world struct {
 	*testing.T
 	*cluster.Cluster
-	ctx     context.Context         // of the case
-	life    context.Context         // of the cluster
-	sets    map[string]maps.Set     // by node
-	callers map[string]*caller      // by name
-	addrs   map[string][]netip.Addr // IPv4, IPv6 of everybody
-	marks   *int
+	ctx       context.Context         // of the case
+	life      context.Context         // of the cluster
+	sets      map[string]maps.Set     // by node
+	callers   map[string]*caller      // by name
+	addrs     map[string][]netip.Addr // IPv4, IPv6 of everybody
+	marks     *int
+	datagrams *atomic.Uint32
 }
 
 // bringUp starts agents, pods, servers and callers; they live as long as life.
@@ -150,7 +152,7 @@ func bringUp(t *testing.T, life context.Context, c *cluster.Cluster) *world {
 	ctx, cancel := context.WithTimeout(life, 2*time.Minute)
 	defer cancel()
 	w := &world{
-		T: t, Cluster: c, ctx: ctx, life: life, marks: new(int),
+		T: t, Cluster: c, ctx: ctx, life: life, marks: new(int), datagrams: new(atomic.Uint32),
 		sets: map[string]maps.Set{}, callers: map[string]*caller{}, addrs: map[string][]netip.Addr{},
 	}
 	var pods []cluster.Object
