@@ -26,7 +26,7 @@ func (r *result) told() bool { return r.counts[refused]+r.counts[ttlSent] != 0 }
 // apart from the datapath; nil if it must not be answered.
 func refusal(in []byte) []byte {
 	d, ok := decode(in)
-	if !ok || d.fragment || d.src.IsMulticast() || d.src.IsLoopback() || d.src.IsUnspecified() ||
+	if !ok || d.later(in) || d.src.IsMulticast() || d.src.IsLoopback() || d.src.IsUnspecified() ||
 		d.src.Is4() && (d.src.As4()[0] == 0 || d.src.As4()[0] >= 240) {
 		return nil
 	}
@@ -126,8 +126,12 @@ func (r *result) timeExceeded() []byte {
 	if !ok || egress(r.shot.hook) {
 		return nil
 	}
-	if kind := d.upper[0]; d.proto == protoICMP && kind != 0 && kind != 8 && kind < 13 || d.proto == protoICMP6 && (kind < 128 || kind == 137) {
-		return nil
+	// A protocol without ports may have nothing in it.
+	if icmp := d.proto == protoICMP || d.proto == protoICMP6; icmp && len(d.upper) > 0 {
+		kind := d.upper[0]
+		if d.proto == protoICMP && kind != 0 && kind != 8 && kind < 13 || d.proto == protoICMP6 && (kind < 128 || kind == 137) {
+			return nil
+		}
 	}
 	router := families()[0].nodeA
 	if d.v6 {

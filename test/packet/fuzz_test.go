@@ -408,7 +408,7 @@ func (w *world) throw(s shot, hostile bool) thrown {
 	} else if res.msg = res.spoiled(); res.msg == "" {
 		res.msg = res.unanswered()
 	}
-	if res.msg == "" && res.counts[refused] == 0 {
+	if res.msg == "" && !res.told() {
 		res.msg = w.insane(res.result, hostile)
 	}
 	return res
