@@ -126,7 +126,10 @@ func (r *result) timeExceeded() []byte {
 	if !ok || egress(r.shot.hook) {
 		return nil
 	}
-	// A protocol without ports may have nothing in it.
+	// A protocol without ports may have nothing in it, which is too little to quote.
+	if d.at-14+len(d.upper) < 20+8 {
+		return nil
+	}
 	if icmp := d.proto == protoICMP || d.proto == protoICMP6; icmp && len(d.upper) > 0 {
 		kind := d.upper[0]
 		if d.proto == protoICMP && kind != 0 && kind != 8 && kind < 13 || d.proto == protoICMP6 && (kind < 128 || kind == 137) {
