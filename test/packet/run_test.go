@@ -280,7 +280,7 @@ func (r *result) broken() string {
 	stays := r.shot.hook == toNetdev && why == fwdWire && r.action == actNext && !r.newDestination()
 	want := actNext
 	switch {
-	case r.told():
+	case r.told(), r.counts[tooBigSent] != 0:
 		want = actRedirect
 	case maps.IsDrop(why):
 		want = actDrop
@@ -312,7 +312,7 @@ const tunnelHeader = 50
 func (r *result) spoiled() string {
 	in, out := r.shot.pkt, r.out
 	switch {
-	case r.told():
+	case r.told(), r.counts[tooBigSent] != 0:
 		return "" // another packet, see unanswered and wrongAnswer
 	case r.action == actDrop:
 		return ""

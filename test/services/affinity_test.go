@@ -37,7 +37,7 @@ func (w *world) each(fn func(w *world, proto string, v6 bool)) {
 // who answers count calls, by number of answers.
 func (w *world) who(from string, s service, at, proto string, v6 bool, count int) map[string]int {
 	w.Helper()
-	call := probe.Call{Proto: proto, Target: s.frontend(w, at, v6).String(), Count: count, Timeout: 5 * time.Second}
+	call := probe.Call{Proto: proto, Target: s.frontend(w, at, v6).String(), Count: count, Timeout: patience}
 	r, err := w.callers[from].call(w.ctx, call)
 	w.must(err)
 	out := map[string]int{}

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"sync"
-	"time"
 
 	"github.com/podweir/podweir/test/cluster"
 	"github.com/podweir/podweir/test/tools/probe"
@@ -56,7 +55,7 @@ func (c *caller) begin(call probe.Call) (result chan probe.CallResult, giveUp fu
 	c.waiting[call.ID] = result
 	c.mu.Unlock()
 	if call.Timeout == 0 {
-		call.Timeout = 10 * time.Second
+		call.Timeout = patience
 	}
 	giveUp = func() error { return c.say(probe.Call{ID: call.ID, Cancel: true}) }
 	return result, giveUp, c.say(call)

@@ -334,7 +334,7 @@ func crowdTry(at netip.AddrPort, n int) error {
 	var all []net.Conn
 	for range n {
 		wg.Go(func() {
-			c, err := net.DialTimeout("tcp", at.String(), 5*time.Second)
+			c, err := net.DialTimeout("tcp", at.String(), patience)
 			if err != nil {
 				return
 			}

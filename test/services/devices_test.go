@@ -136,6 +136,7 @@ func TestUplinkMadeAnew(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"vxlan", "direct"} {
 		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
 			w := own(t, "--routing-mode", mode)
 			a := w.Nodes[0]
 			s := service{name: "anew", n: 254, ends: "back-b"}

@@ -133,7 +133,7 @@ func (w *world) sizes() {
 			before, err := w.read()
 			w.must(err)
 			for _, options := range [][]string{{"-bytes", "1048576"}, {"-bytes", "1048576", "-receive"}} {
-				r, err := w.callers["out"].ns.Bulk(w.ctx, target.String(), append(options, "-timeout", "20s")...)
+				r, err := w.callers["out"].ns.Bulk(w.ctx, target.String(), append(options, "-timeout", "60s")...)
 				w.must(err)
 				if r.Bytes != 1<<20 || !r.CRCMatches || r.Error != "" {
 					w.Errorf("%v: %+v", options, r)
@@ -194,7 +194,7 @@ func (w *world) tooBig(target netip.AddrPort, v6 bool) {
 		if err != nil {
 			return err
 		}
-		if err := c.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
+		if err := c.SetDeadline(time.Now().Add(patience)); err != nil {
 			return err
 		}
 		if _, err := c.Write(make([]byte, tunnelMTU-headers+1)); err != nil {
@@ -238,6 +238,7 @@ func TestServicesDirect(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"direct", "cross-subnet", "ipip"} {
 		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
 			w := own(t, "--routing-mode", mode)
 			w.T.Run("S6", func(t *testing.T) { w.sub(t).replies() })
 			w.T.Run("S28", func(t *testing.T) { w.sub(t).twoEntryNodes() })
@@ -259,6 +260,7 @@ func TestSnat(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"vxlan", "direct", "cross-subnet", "ipip"} {
 		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
 			w := own(t, "--external-source", "snat", "--routing-mode", mode)
 			w.runTable([]row{
 				// Clients outside.
@@ -308,7 +310,7 @@ func (w *world) hiddenBulk() {
 	w.eachFamily(func(w *world, v6 bool) {
 		for _, from := range []string{"pod-a", "out"} {
 			for _, options := range [][]string{{"-bytes", "1048576"}, {"-bytes", "1048576", "-receive"}} {
-				r, err := w.callers[from].ns.Bulk(w.ctx, s.frontend(w, "node@node-a", v6).String(), append(options, "-timeout", "20s")...)
+				r, err := w.callers[from].ns.Bulk(w.ctx, s.frontend(w, "node@node-a", v6).String(), append(options, "-timeout", "60s")...)
 				w.must(err)
 				if r.Bytes != 1<<20 || !r.CRCMatches || r.Error != "" || r.Retransmits > 20 {
 					w.Errorf("%s %v: %+v", from, options, r)

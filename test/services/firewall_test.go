@@ -62,6 +62,7 @@ func TestN21ForwardDrop(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"vxlan", "direct", "cross-subnet", "ipip", "vxlan dsr", "ipip dsr"} {
 		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
 			mode, external, given := strings.Cut(mode, " ")
 			if !given {
 				external = "keep"
@@ -91,7 +92,7 @@ func TestN21ForwardDrop(t *testing.T) {
 			})
 			for _, v6 := range []bool{false, true} {
 				for _, to := range []string{"back-a", "back-b", "node-a", "node-b", "ext"} {
-					r, err := w.Pod("default", "pod-a").Ping(w.ctx, w.addr(to, v6).String(), "-timeout", "10s")
+					r, err := w.Pod("default", "pod-a").Ping(w.ctx, w.addr(to, v6).String(), "-timeout", "30s")
 					w.must(err)
 					if r.Received != 1 {
 						w.Errorf("ping of %s: %+v", to, r)

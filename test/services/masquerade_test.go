@@ -4,7 +4,6 @@ import (
 	"net/netip"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/podweir/podweir/test/cluster"
 	"github.com/podweir/podweir/test/tools/probe"
@@ -63,7 +62,7 @@ func TestNoMasquerade(t *testing.T) {
 				w.silentNow(flows)
 				w.eachFamily(func(w *world, v6 bool) {
 					target := netip.AddrPortFrom(w.addr("node-a", v6), 8888).String()
-					r, err := w.callers["pod-b"].call(w.ctx, probe.Call{Proto: "tcp", Target: target, Timeout: 5 * time.Second})
+					r, err := w.callers["pod-b"].call(w.ctx, probe.Call{Proto: "tcp", Target: target, Timeout: patience})
 					w.must(err)
 					if a := r.Attempts[0]; a.Kind != probe.Refused {
 						w.Errorf("%+v, want it refused by the host", a)
@@ -83,6 +82,7 @@ func TestNonMasqueradeCIDRs(t *testing.T) {
 	t.Parallel()
 	for _, external := range []string{"keep", "dsr", "snat"} {
 		t.Run(external, func(t *testing.T) {
+			t.Parallel()
 			own(t, "--external-source", external, "--non-masquerade-cidrs", "172.31.0.50/31,172.31.0.3/32,fd00:172:31::50/128,fd00:172:31::3/128").nonMasquerade(external)
 		})
 	}

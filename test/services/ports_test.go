@@ -62,7 +62,7 @@ func (w *world) from(who, proto string, target netip.AddrPort, port int, server 
 	w.Helper()
 	before, err := w.read()
 	w.must(err)
-	r, err := w.callers[who].call(w.ctx, probe.Call{Proto: proto, Target: target.String(), SPort: port, Timeout: 5 * time.Second})
+	r, err := w.callers[who].call(w.ctx, probe.Call{Proto: proto, Target: target.String(), SPort: port, Timeout: patience})
 	w.must(err)
 	if a := r.Attempts[0]; !a.OK || a.Reply.Server != server || a.Remote != target.String() {
 		w.Errorf("from port %d to %v: %+v\n%s", port, target, a, w.traces(a.Local, before))
@@ -73,7 +73,7 @@ func (w *world) from(who, proto string, target netip.AddrPort, port int, server 
 func (w *world) atOnce(who, proto string, port int, targets ...netip.AddrPort) {
 	w.Helper()
 	var open []*cluster.Stream
-	ctx, cancel := context.WithTimeout(w.ctx, 10*time.Second)
+	ctx, cancel := context.WithTimeout(w.ctx, time.Minute)
 	defer cancel()
 	before, err := w.read()
 	w.must(err)

@@ -154,7 +154,7 @@ func (w *world) nodeOf(name string) string {
 const few, enough = 6, 64
 
 func (p probed) call() probe.Call {
-	c := probe.Call{Proto: p.proto, Target: p.target.String(), Count: 2, Timeout: 5 * time.Second}
+	c := probe.Call{Proto: p.proto, Target: p.target.String(), Count: 2, Timeout: patience}
 	if p.proto == "open" {
 		c.Proto, c.Unconnected = "udp", true
 	}
@@ -232,7 +232,7 @@ func (w *world) ended(p probed) error {
 		}
 		return w.counted(w.ctx, p, before)
 	}
-	ctx, cancel := context.WithTimeout(w.ctx, 5*time.Second)
+	ctx, cancel := context.WithTimeout(w.ctx, patience)
 	defer cancel()
 	err = w.counted(ctx, p, before)
 	// What was on its way has a moment to arrive.

@@ -169,7 +169,7 @@ func (w *world) askSCTP(who string, sport uint16, to netip.AddrPort) (server str
 	e := w.sctp(who, sport, to.Addr().Is6())
 	defer e.f.Close()
 	w.must(e.send(to, "who?"))
-	from, text, err := e.receive(time.Now().Add(5 * time.Second))
+	from, text, err := e.receive(time.Now().Add(patience))
 	if err != nil {
 		w.Fatalf("%s, port %d, asks %v by SCTP: %v", who, sport, to, err)
 	}

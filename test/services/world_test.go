@@ -28,6 +28,10 @@ var sharedWorld struct {
 	w       *world
 }
 
+// patience is how long an answer that must come may take: on a machine that
+// has thirty times as much to do as it can, seconds.
+const patience = 30 * time.Second
+
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == crowdCommand {
 		if err := crowdEnd(os.Args[2:]); err != nil {
@@ -149,7 +153,7 @@ type world struct {
 // bringUp starts agents, pods, servers and callers; they live as long as life.
 func bringUp(t *testing.T, life context.Context, c *cluster.Cluster) *world {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(life, 2*time.Minute)
+	ctx, cancel := context.WithTimeout(life, 5*time.Minute)
 	defer cancel()
 	w := &world{
 		T: t, Cluster: c, ctx: ctx, life: life, marks: new(int), datagrams: new(atomic.Uint32),
@@ -257,7 +261,7 @@ func (w *world) must(err error) {
 // sub is the world of a part of a test.
 func (w *world) sub(t *testing.T) *world {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	t.Cleanup(cancel)
 	s := *w
 	s.T, s.ctx = t, ctx
