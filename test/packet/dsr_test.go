@@ -300,62 +300,6 @@ func TestDSRBackendTellsFrontendsApart(t *testing.T) {
 	})
 }
 
-// Datagrams in fragments: each frame has the name, and the first begins the flow.
-func TestDSRFragments(t *testing.T) {
-	bothDSR(t, func(t *testing.T, w *world) {
-		f := w.f
-		call := udp(ap(f.world, 40000), ap(f.lb, svcPort)).with(string(pattern(1000)))
-		for round := range 2 {
-			for n, part := range cut(call.bytes(t), uint32(5+round), 496) {
-				r := w.run(w.at(fromNetdev, part)).ended(fwdEncap)
-				if want := uint64(0); n == 0 && round == 0 {
-					want = 1
-					if r.counts[created] != want {
-						t.Fatalf("fragment %d: %v", n, r)
-					}
-				}
-				if got, want := [12]byte(r.out[tunnelHeader:]), name(ap(f.remote, podPort), framePod); got != want {
-					t.Fatalf("fragment %d: the frame has MACs %x, want %x", n, got, want)
-				}
-			}
-		}
-
-		be := ap(f.local, podPort)
-		for round := range 2 {
-			var out [][]byte
-			for n, part := range cut(call.bytes(t), uint32(15+round), 496) {
-				r := w.named(f.nodeB, be, framePod, part).ended(fwdLocal)
-				if (n == 0 && round == 0) != (r.counts[created] == 1) {
-					t.Fatalf("fragment %d of datagram %d: %v", n, round, r)
-				}
-				out = append(out, r.out)
-			}
-			got := join(t, out)
-			if msg := wrong(got); msg != "" {
-				t.Fatalf("%s\n%x", msg, got)
-			}
-			if d, _ := decode(got); d.dst != be.Addr() {
-				t.Fatalf("to %v", d.dst)
-			}
-		}
-		// A later one names the backend of its datagram, or goes nowhere.
-		parts := cut(call.bytes(t), 25, 496)
-		w.named(f.nodeB, be, framePod, parts[0]).ended(fwdLocal)
-		w.named(f.nodeB, ap(f.third, podPort), framePod, parts[1]).ended(fragmentLost)
-		w.named(f.nodeC, be, framePod, parts[1]).ended(beforeFirst)
-		// Without their first, nothing is known: no kernel puts names together.
-		w.named(f.nodeB, be, framePod, cut(call.bytes(t), 26, 496)[1]).ended(beforeFirst)
-		// The answer, by the wire.
-		answer := udp(be, call.src).with(string(pattern(1000)))
-		for _, part := range cut(answer.bytes(t), 27, 496) {
-			r := w.run(shot{hook: fromPod, dev: devLocal, pkt: part}).ended(fwdWire)
-			if d, _ := decode(r.out); d.src != f.lb {
-				t.Fatalf("from %v", d.src)
-			}
-		}
-	})
-}
-
 // Nobody but a node may name a backend, and none that is not here.
 func TestDSRIsNoRoadElsewhere(t *testing.T) {
 	bothDSR(t, func(t *testing.T, w *world) {
