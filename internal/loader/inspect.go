@@ -9,6 +9,7 @@ import (
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 )
 
 // Programs names the datapath's programs on a device's hooks, whoever
@@ -46,6 +47,13 @@ func programsOn(ifindex int, egress bool) (ids []ebpf.ProgramID, err error) {
 		attach, key.hook.egress = ebpf.AttachTCXEgress, true
 	}
 	r, err := link.QueryPrograms(link.QueryOptions{Target: ifindex, Attach: attach})
+	// The kernel is asked how many, then which: others may attach in between.
+	for range 10 {
+		if !errors.Is(err, unix.ENOSPC) {
+			break
+		}
+		r, err = link.QueryPrograms(link.QueryOptions{Target: ifindex, Attach: attach})
+	}
 	switch {
 	case err == nil:
 		for _, p := range r.Programs {

@@ -17,17 +17,34 @@ import (
 	"github.com/cilium/ebpf/asm"
 	"github.com/cilium/ebpf/link"
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/podweir/podweir/test/cluster"
 )
 
 // programs counts the programs at the tcx hooks of a node's devices, as
-// "device ingress|egress name".
+// "device ingress|egress name". The kernel is asked how many there are, then
+// which, then what each is: what comes or goes in between makes it begin anew.
 func programs(t *testing.T, n *cluster.Node) map[string]int {
 	t.Helper()
+	var out map[string]int
+	eventually(t, within(t, time.Minute), func() (err error) {
+		out, err = tcxPrograms(n)
+		if err != nil && !errors.Is(err, unix.ENOSPC) && !errors.Is(err, os.ErrNotExist) {
+			t.Fatal(err)
+		}
+		return err
+	})
+	for name, n := range socketPrograms(t, n) {
+		out["cgroup "+name] = n
+	}
+	return out
+}
+
+func tcxPrograms(n *cluster.Node) (map[string]int, error) {
 	out := map[string]int{}
-	ok(t, netlinkIn(n.Netns, func(h *netlink.Handle) error {
+	return out, netlinkIn(n.Netns, func(h *netlink.Handle) error {
 		links, err := h.LinkList()
 		if err != nil {
 			return err
@@ -53,11 +70,7 @@ func programs(t *testing.T, n *cluster.Node) map[string]int {
 			}
 		}
 		return nil
-	}))
-	for name, n := range socketPrograms(t, n) {
-		out["cgroup "+name] = n
-	}
-	return out
+	})
 }
 
 // passive is somebody else's program, which lets everything pass.
