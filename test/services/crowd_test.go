@@ -11,6 +11,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"slices"
 	"strconv"
 	"sync"
 	"syscall"
@@ -30,6 +31,7 @@ var crowdSize = flag.Int("crowd", 0, "connections of TestCrowd to one destinatio
 
 const (
 	crowdPort  = 9100 // the destination, and the next port another one
+	crowdStep  = 7    // between those ports
 	crowdBound = 20   // of the node's own connections, on ports that flows may get
 )
 
@@ -59,7 +61,7 @@ func (w *world) crowd(v6 bool, n, own, first int) {
 	defer cancel()
 	host, server := w.addr("node-a", v6), w.addr("ext", v6)
 	if v6 {
-		first += 7 * crowdBound // the others are in TIME_WAIT
+		first += crowdStep * crowdBound // the others are in TIME_WAIT
 	}
 	dst := netip.AddrPortFrom(server, crowdPort)
 	other := netip.AddrPortFrom(server, crowdPort+1)
@@ -117,8 +119,9 @@ func (w *world) crowd(v6 bool, n, own, first int) {
 	w.Logf("%d connections to one destination beside the node's %d, %d to another, in %v", n, own+crowdBound, n/2, time.Since(began))
 
 	// The node takes a port that a pod's connection has by now: it gets
-	// another one on the way, and both go on.
-	theirs := ours[len(ours)/2]
+	// another one on the way, and both go on. None that the node binds to, in
+	// this family or the other.
+	theirs := ours[slices.IndexFunc(ours, func(a netip.AddrPort) bool { return (int(a.Port())-first)%crowdStep != 0 })]
 	if again := call(node, dst, int(theirs.Port()), 1); again.Seen[0] == theirs {
 		w.Errorf("the node and a pod are both seen as %v", theirs)
 	}
@@ -290,7 +293,7 @@ func crowdCall(at netip.AddrPort, bind, n int) error {
 	for i := range n {
 		d := net.Dialer{Timeout: crowdTimeout}
 		if bind != 0 {
-			d.LocalAddr = &net.TCPAddr{Port: bind + 7*i}
+			d.LocalAddr = &net.TCPAddr{Port: bind + crowdStep*i}
 		}
 		c, err := d.Dial("tcp", at.String())
 		if err != nil {
