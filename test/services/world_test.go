@@ -177,8 +177,9 @@ func bringUp(t *testing.T, life context.Context, c *cluster.Cluster) *world {
 	// The kernel sends under an address that is not deprecated: the first. What
 	// it refuses itself it says each time; the redirects that it sends to
 	// clients outside would count against that.
+	limits := []string{"net/ipv4/icmp_ratelimit", "net/ipv6/icmp/ratelimit"}
 	for _, n := range w.Nodes {
-		for _, key := range []string{"net/ipv4/icmp_ratelimit", "net/ipv6/icmp/ratelimit"} {
+		for _, key := range limits {
 			w.must(n.Sysctl(key, "0"))
 		}
 		for _, p := range n.Config.Addrs[2:] {
@@ -195,6 +196,11 @@ func bringUp(t *testing.T, life context.Context, c *cluster.Cluster) *world {
 		w.sets[n.NodeName] = set
 	}
 	w.must(w.AddPods(ctx, pods...))
+	for _, p := range pods {
+		for _, key := range limits {
+			w.must(w.Pod(p.GetNamespace(), p.GetName()).Sysctl(key, "0"))
+		}
+	}
 	for _, o := range outside {
 		host, err := w.AddHost(ctx, o.name, netip.MustParsePrefix(o.ip4+"/24"), netip.MustParsePrefix(o.ip6+"/64"))
 		w.must(err)
