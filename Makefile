@@ -74,7 +74,7 @@ test: root deps build ## runs every check and test (as root); PACKAGES=./interna
 		-check 'gofmt=$(MAKE) -s lint-gofmt' \
 		-check 'go vet=$(MAKE) -s lint-vet' \
 		-check 'clang-format=$(MAKE) -s lint-clang-format' -- \
-		-count=1 -timeout 20m $(PACKAGES)
+		-count=1 -timeout 30m $(PACKAGES)
 
 .PHONY: test-kernels
 test-kernels: root deps generate ## runs the datapath on Linux 6.1 and 6.12 in emulated machines, and here

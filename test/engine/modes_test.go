@@ -69,7 +69,7 @@ func more(ctx context.Context, t *testing.T, when string, all []*steady) {
 // behind a router that knows the pod ranges.
 func TestModesChange(t *testing.T) {
 	w := own(t, cluster.Config{Nodes: threeNodes()})
-	ctx := within(t, 10*time.Minute)
+	ctx := within(t, 20*time.Minute)
 	w.moveFar(ctx, t)
 	ok(t, run(ctx, w.Ext, `
 		ip route add 10.244.80.0/24 via 172.31.0.2
