@@ -160,7 +160,9 @@ func TestN22Qdisc(t *testing.T) {
 		progress(t, ctx, s, 2)
 		rep, err := s.Stop(ctx)
 		ok(t, err)
-		if rep.Error != "" || rep.Lost > 0 {
+		// The kernel lets packets go that meet the device while its qdisc is
+		// exchanged, which was twice, and TCP says them again.
+		if rep.Error != "" || rep.Lost > 2 {
 			t.Errorf("a flow that ran all the time: %+v", rep)
 		}
 	}
