@@ -171,7 +171,7 @@ The demo stays up. To look around (make demo-down removes it):
   a shell in a pod          nsenter --net=%[2]s bash
   call the service          nsenter --net=%[2]s %[3]s/pw-client send 10.98.235.247:80
   what podweir knows        nsenter --net=%[1]s %[3]s/podweir --socket %[4]s --bpffs %[5]s status
-                            (also: services, flows, endpoints, policy, policy ask, monitor, nodes, metrics; -o json)
+                            (also: services, flows, endpoints, policy, policy ask, monitor, nodes, metrics, doctor; -o wide, -o json)
   the maps                  bpftool map dump pinned %[5]s/maps/pw_flows
   the programs              ls %[5]s/links; bpftool prog show   (a recent bpftool: nsenter --net=%[1]s bpftool net)
   the underlay              nsenter --net=%[6]s tcpdump -ni tap1
