@@ -131,7 +131,7 @@ func (w *world) directSizes(mode string) {
 					if most := uint32(tunnelMTU - 40 - family(v6, 0, 20)); r.MSS > most || r.MSS < most-20 {
 						w.Errorf("%v: segments of %d, want %d at most", options, r.MSS, most)
 					}
-					if r.Retransmits > 20 {
+					if r.Retransmits > manyRetransmits {
 						w.Errorf("%v: %d retransmissions", options, r.Retransmits)
 					}
 				}
