@@ -41,8 +41,7 @@ int from_overlay(struct __sk_buff *skb)
 	/* Each fragment's frame has the name, which is in the scratch. */
 	if (err)
 		return pw_go_fragment(skb, &p);
-	/* The verifier of older kernels does not know that the name is in it. */
-	if (s && p.service == PW_CALL_NAMED) {
+	if (p.service == PW_CALL_NAMED) {
 		f = pw_flow_find(&p.key);
 		if (!f || !pw_is_named(s, f))
 			return pw_go_slow(skb, &p, s);

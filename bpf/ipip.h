@@ -19,7 +19,7 @@
 static __always_inline int pw_fits_ipip(const struct __sk_buff *skb, const struct pw_pkt *p,
 					const struct pw_node *node)
 {
-	__u32 size = skb->gso_size ? skb->gso_size + p->headers : skb->len - ETH_HLEN;
+	__u32 size = pw_size(skb, p);
 
 	return node->flags & PW_NODE_HEADER && size <= node->mtu + (PW_ENCAP_LEN - PW_IPIP_LEN) &&
 	       skb->len + PW_IPIP_LEN < 0xffff;

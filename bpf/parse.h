@@ -496,4 +496,10 @@ static __always_inline __u32 pw_packet_len(struct __sk_buff *skb, const struct p
 	return len < have ? len : have;
 }
 
+/* The IP packet's length, or that of its segments. */
+static __always_inline __u32 pw_size(const struct __sk_buff *skb, const struct pw_pkt *p)
+{
+	return skb->gso_size ? skb->gso_size + p->headers : skb->len - ETH_HLEN;
+}
+
 #endif

@@ -29,12 +29,6 @@ static __always_inline __u16 pw_outer_sport(__u32 hash)
 	return 0xc000 | ((hash ^ (hash >> 16)) & 0x3fff);
 }
 
-/* The IP packet's length, or that of its segments. */
-static __always_inline __u32 pw_size(const struct __sk_buff *skb, const struct pw_pkt *p)
-{
-	return skb->gso_size ? skb->gso_size + p->headers : skb->len - ETH_HLEN;
-}
-
 /* Does the packet go there in IPv4, unless its flow needs the tunnel? */
 static __always_inline int pw_is_ipip(const struct pw_node *node, const struct pw_pkt *p)
 {
