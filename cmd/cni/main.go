@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"os"
+	"time"
 
 	"github.com/containernetworking/cni/pkg/skel"
 	"github.com/containernetworking/cni/pkg/types"
@@ -38,13 +39,14 @@ func add(args *skel.CmdArgs) error {
 	if err != nil {
 		return err
 	}
+	begin := time.Now()
 	ctx, cancel, client, log := c.start("add", args)
 	defer cancel()
 	ep, err := client.Add(ctx, req)
 	if err != nil {
 		return cniError(err, types.ErrTryAgainLater)
 	}
-	log.Info("done", "addrs", ep.Addrs)
+	log.Info("done", "addrs", ep.Addrs, "took", time.Since(begin))
 	return types.PrintResult(result(ep, c.DNS), c.CNIVersion)
 }
 
