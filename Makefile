@@ -106,7 +106,7 @@ test-chart: ## renders the Helm chart and the kustomize base and compares them
 .PHONY: test-cluster
 test-cluster: ## tests what runs on the cluster that make cluster brought up; CLUSTER_TESTS='-run Policy'
 	@go vet -tags realcluster ./test/realcluster/...
-	@go test -tags realcluster -count=1 -timeout 30m $(CLUSTER_TESTS) ./test/realcluster/e2e
+	@go test -tags realcluster -count=1 -timeout 30m -parallel 64 -v $(CLUSTER_TESTS) ./test/realcluster/e2e
 
 .PHONY: cluster-down
 cluster-down: root ## removes what make cluster brought up, but for its cache

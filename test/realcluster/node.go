@@ -249,6 +249,10 @@ func (c Config) startNode(ctx context.Context, n Node, images []string) error {
 			return err
 		}
 	}
+	return c.startKubelet(n)
+}
+
+func (c Config) startKubelet(n Node) error {
 	return n.start("kubelet", c.bin("kubelet"), "--config="+n.path("kubelet.yaml"), "--kubeconfig="+c.kubeconfig("node-"+n.Name),
 		"--hostname-override="+n.Name, "--node-ip="+n.IP+","+n.IP6, "--v=2")
 }
