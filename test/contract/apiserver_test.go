@@ -196,7 +196,7 @@ func TestL5APIServerAway(t *testing.T) {
 	// Names are the agent's, which has what it read before.
 	a.says(t, ctx, "services", "default/web:", "default/moves:")
 	a.says(t, ctx, "endpoints", "default/client")
-	a.says(t, ctx, "flows --service default/web --from default/client", "default/client", "default/web")
+	a.says(t, ctx, "flows -o wide --service default/web --from default/client", "default/client", "default/web:")
 	a.says(t, ctx, "status", "http://172.31.0.1:6443, synced", "cannot", "refused", "the agent goes on trying")
 	a.service("comes", comes, a.remote)
 	a.remove("gone")
