@@ -30,24 +30,13 @@ func (r Run) overflows() (uint64, error) {
 		return 0, err
 	}
 	for _, path := range spaces {
-		err := inNetns(path, func() error {
-			for file, names := range map[string][]string{"snmp": {"Udp:RcvbufErrors"}, "snmp6": {"Udp6RcvbufErrors"}} {
-				data, err := os.ReadFile("/proc/thread-self/net/" + file)
-				if errors.Is(err, fs.ErrNotExist) {
-					continue // no IPv6 here
-				}
-				if err != nil {
-					return err
-				}
-				counters := snmp(data)
-				for _, name := range names {
-					n += counters[name]
-				}
-			}
-			return nil
-		})
-		if err != nil && !errors.Is(err, fs.ErrNotExist) { // a pod that went
-			return 0, fmt.Errorf("%s: %w", path, err)
+		counters, err := snmp(path)
+		switch {
+		case errors.Is(err, fs.ErrNotExist): // a pod that went
+		case err != nil:
+			return 0, err
+		default:
+			n += counters["Udp:RcvbufErrors"] + counters["Udp6RcvbufErrors"]
 		}
 	}
 	return n, nil
@@ -70,10 +59,31 @@ func softnetDrops(data []byte) (n uint64, err error) {
 	return n, nil
 }
 
-// snmp reads what /proc/net has in two formats: a line of names and one of
-// values ("Udp:RcvbufErrors"), or both on a line ("Udp6RcvbufErrors").
-func snmp(data []byte) map[string]uint64 {
+// SNMP are the counters of the namespace's stack: "Udp:InDatagrams" of IPv4 and
+// of what is common to both, "Udp6InDatagrams" of IPv6.
+func (n *Netns) SNMP() (map[string]uint64, error) { return snmp(n.Path()) }
+
+func snmp(netns string) (map[string]uint64, error) {
 	out := map[string]uint64{}
+	err := inNetns(netns, func() error {
+		for _, file := range []string{"snmp", "snmp6", "netstat"} {
+			data, err := os.ReadFile("/proc/thread-self/net/" + file)
+			if err != nil {
+				return err
+			}
+			parseSNMP(data, out)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("counters of %s: %w", netns, err)
+	}
+	return out, nil
+}
+
+// parseSNMP reads what /proc/net has in two formats: a line of names and one of
+// values, or both on a line.
+func parseSNMP(data []byte, out map[string]uint64) {
 	var names []string
 	for s := bufio.NewScanner(bytes.NewReader(data)); s.Scan(); {
 		f := strings.Fields(s.Text())
@@ -88,12 +98,11 @@ func snmp(data []byte) map[string]uint64 {
 			}
 		case len(names) == len(f) && names[0] == f[0]:
 			for i, v := range f[1:] {
-				out[section+":"+names[i+1]], _ = strconv.ParseUint(v, 10, 64)
+				out[section+":"+names[i+1]], _ = strconv.ParseUint(v, 10, 64) // one is -1: no limit
 			}
 			names = nil
 		default:
 			names = f
 		}
 	}
-	return out
 }
