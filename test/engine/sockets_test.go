@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/podweir/podweir/test/cluster"
+	"github.com/podweir/podweir/test/tools/probe"
 )
 
 const serverPort = 8080
@@ -25,11 +26,14 @@ const serverPort = 8080
 // control sets options of a socket before it is bound.
 type control func(fd int) error
 
-func (c control) hook(_, _ string, raw syscall.RawConn) (err error) {
-	if c == nil {
-		return nil
+// hook has datagrams kept while the test gets no CPU, unless c says otherwise.
+func (c control) hook(network, addr string, raw syscall.RawConn) error {
+	if err := probe.LargeBuffer(network, addr, raw); err != nil || c == nil {
+		return err
 	}
-	return errors.Join(raw.Control(func(fd uintptr) { err = c(int(fd)) }), err)
+	var err error
+	cerr := raw.Control(func(fd uintptr) { err = c(int(fd)) })
+	return errors.Join(cerr, err)
 }
 
 // listen opens a TCP listener inside a namespace, for the test's duration.
