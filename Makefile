@@ -14,6 +14,8 @@ PATH_CORE := test/bench/path/core/path.c
 GENERATED := internal/bpf/dp_bpfel.go
 CLANG_FORMAT ?= clang-format-19
 PACKAGES ?= ./...
+# What the programs say they are; empty: the tag or commit of the tree.
+VERSION ?=
 
 .PHONY: help
 help: ## this list
@@ -34,9 +36,10 @@ $(GENERATED): $(BPF_SOURCES) tools/bpf2go.sh go.mod | deps
 .PHONY: build
 build: generate ## builds bin/podweir-agent, bin/podweir-cni, bin/podweir and the test programs
 	@mkdir -p bin
-	@go build -o bin/podweir-agent ./cmd/agent
-	@go build -o bin/podweir-cni ./cmd/cni
-	@go build -o bin/podweir ./cmd/podweir
+	@stamp=$$(tools/ldflags.sh "$(VERSION)"); \
+	go build -ldflags "$$stamp" -o bin/podweir-agent ./cmd/agent; \
+	go build -ldflags "$$stamp" -o bin/podweir-cni ./cmd/cni; \
+	go build -ldflags "$$stamp" -o bin/podweir ./cmd/podweir
 	@go build -o bin/ ./test/tools/pw-server ./test/tools/pw-client
 	@go build -o bin/pw-demo ./test/demo
 	@go build -o bin/pw-bench-path ./test/bench/path
@@ -46,8 +49,8 @@ build: generate ## builds bin/podweir-agent, bin/podweir-cni, bin/podweir and th
 IMAGE ?= podweir:dev
 
 .PHONY: image
-image: generate ## builds bin/podweir-image.tar, a container image; IMAGE=NAME:TAG
-	@tools/image.sh bin/podweir-image.tar $(IMAGE)
+image: generate ## builds bin/podweir-image.tar, a container image; IMAGE=NAME:TAG VERSION=v1.2.3
+	@tools/image.sh bin/podweir-image.tar $(IMAGE) "$(VERSION)"
 
 .PHONY: fmt
 fmt: ## formats Go and C

@@ -3,21 +3,32 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
 
 	"github.com/containernetworking/cni/pkg/skel"
 	"github.com/containernetworking/cni/pkg/types"
-	"github.com/containernetworking/cni/pkg/version"
+	cniversion "github.com/containernetworking/cni/pkg/version"
 
 	"github.com/podweir/podweir/internal/cniapi"
 	"github.com/podweir/podweir/internal/endpoint"
+	"github.com/podweir/podweir/internal/version"
 )
 
 func main() {
+	// Runtimes give no arguments, so these are somebody's at a terminal.
+	if len(os.Args) > 1 {
+		if os.Args[1] != "--version" || len(os.Args) > 2 {
+			fmt.Fprintf(os.Stderr, "podweir-cni: unknown arguments %q: there is --version alone, container runtimes say the rest by CNI_ variables\n", os.Args[1:])
+			os.Exit(2)
+		}
+		fmt.Println("podweir-cni version", version.String())
+		return
+	}
 	skel.PluginMainFuncs(skel.CNIFuncs{Add: add, Del: del, Check: check, GC: gc, Status: status},
-		version.PluginSupports("0.3.1", "0.4.0", "1.0.0", "1.1.0"),
-		"podweir-cni: CNI plugin of podweir")
+		cniversion.PluginSupports("0.3.1", "0.4.0", "1.0.0", "1.1.0"),
+		"podweir-cni: CNI plugin of podweir "+version.String())
 }
 
 // start returns what every operation needs.

@@ -231,7 +231,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	a.eps.seed(manager.List())
 	sweep := newSweeper(dp.Maps(), timeouts.For, dp.Sweep, log)
 
-	public, err := a.publicHandler(newCollector(a, dp.Maps(), sweep))
+	public, err := a.publicHandler(newCollector(a, dp.Maps(), sweep, cfg.Version))
 	if err != nil {
 		return err
 	}

@@ -339,6 +339,7 @@ func (a *Agent) view(ctx context.Context) (v metricsView, err error) {
 			"pw_endpoints": a.peers.endpoints.Len(), "pw_addrs": a.peers.addrs.Len(),
 			"pw_prefixes": a.peers.prefixes.Len(), "pw_nodes": a.peers.nodes.Len(),
 			"pw_node_ids": a.peers.nodeIDs.Len(), "pw_policy": a.peers.policy.Len(),
+			"pw_node_v6": a.peers.nodesV6.Len(), "pw_dev_addrs": a.devAddrs.Len(),
 			"pw_gens": len(a.gens.used) + slotFirst,
 		}
 		v.problems = a.tables.Problems.NumObjects(a.tables.DB.ReadTxn())

@@ -137,6 +137,22 @@ func OpenPinned(dir string, readOnly bool) (Set, error) {
 	return NewSet(&o), nil
 }
 
+// Capacities are the entries that maps have room for, by name: of all that can
+// be full, and not of arrays of counters and the ring of events.
+func (s Set) Capacities() map[string]int {
+	out := map[string]int{}
+	for _, m := range []interface {
+		Name() string
+		MaxEntries() int
+	}{
+		s.Flows, s.FlowsNew, s.Gens, s.Services, s.Backends, s.Endpoints, s.Addrs, s.Prefixes, s.Nodes, s.NodesV6, s.NodeIDs,
+		s.Policy, s.PortClass, s.BackendStates, s.Maglev, s.Affinity, s.AffinityIn, s.SrcRanges, s.DevAddrs, s.SockRev, s.Frags,
+	} {
+		out[m.Name()] = m.MaxEntries()
+	}
+	return out
+}
+
 // Close closes the file descriptors of every map.
 func (s Set) Close() error {
 	return errors.Join(s.Flows.Close(), s.FlowsNew.Close(), s.Gens.Close(), s.Services.Close(),

@@ -77,7 +77,7 @@ func (a *apiSource) reporting(resource string, lw *cache.ListWatch) *cache.ListW
 		default:
 			way := "the agent goes on trying; what was read before stays in force"
 			if apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {
-				way = "grant the agent's account get, list and watch on " + resource
+				way = "grant the agent's account list and watch on " + resource
 			}
 			a.tables.SetProblems(owner, []table.Problem{{Err: fmt.Sprintf("cannot %s %s: %v: %s", verb, resource, err, way)}})
 		}
