@@ -26,6 +26,12 @@ type Prober interface {
 	Attached(ctx context.Context, ifindex int) error
 }
 
+// PolicyProber is a [Regenerator] that can tell whether what [Regenerator.Up]
+// put in force is so still. CHECK uses it when it is there.
+type PolicyProber interface {
+	InForce(ctx context.Context, ep Endpoint) error
+}
+
 // Observer is a [Regenerator] that wants to know what of an endpoint changes
 // without a say in it: its MTU.
 type Observer interface {
@@ -158,6 +164,9 @@ type Request struct {
 	Pod         string       `json:"pod,omitempty"`
 	UID         string       `json:"uid,omitempty"`
 	Addrs       []netip.Addr `json:"addrs,omitempty"` // Add: wanted. Check: what the previous result says.
+	// MTU is for Check: that of the pod's half in the previous result. A plugin
+	// that comes after this one may have made it smaller.
+	MTU int `json:"mtu,omitempty"`
 	// PortMappings are wanted by Add and compared by Check, unless nil.
 	PortMappings []PortMapping `json:"portMappings,omitzero"`
 }
