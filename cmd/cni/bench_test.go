@@ -34,6 +34,10 @@ func TestMain(m *testing.M) { os.Exit(testMain(m)) }
 
 // testMain builds the plugin once, before the tests enter their namespaces.
 func testMain(m *testing.M) int {
+	if name := filepath.Base(os.Args[0]); name == beforePlugin || name == afterPlugin {
+		runChained(name)
+		return 0
+	}
 	if as := os.Getenv(asEnv); as != "" {
 		return runAs(as) // a process that a test started, see process_test.go
 	}

@@ -3,8 +3,10 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/containernetworking/cni/pkg/skel"
@@ -21,9 +23,19 @@ func main() { run(func(string) {}) }
 // process there.
 func run(step func(string)) {
 	p := plugin{step: step, began: time.Now()}
-	skel.PluginMainFuncs(skel.CNIFuncs{Add: p.add, Del: p.del, Check: p.check, GC: p.gc, Status: p.status},
-		version.PluginSupports("0.3.1", "0.4.0", "1.0.0", "1.1.0"),
-		"podweir-cni: CNI plugin of podweir")
+	versions := version.PluginSupports("0.3.1", "0.4.0", "1.0.0", "1.1.0")
+	err := skel.PluginMainFuncsWithError(skel.CNIFuncs{Add: p.add, Del: p.del, Check: p.check, GC: p.gc, Status: p.status},
+		versions, "podweir-cni: CNI plugin of podweir")
+	if err == nil {
+		return
+	}
+	if err.Code == types.ErrIncompatibleCNIVersion && err.Details == "" {
+		err.Details = "supported are " + strings.Join(versions.SupportedVersions(), ", ")
+	}
+	if err := err.Print(); err != nil {
+		fmt.Fprintln(os.Stderr, "podweir-cni: the error cannot be written:", err)
+	}
+	os.Exit(1)
 }
 
 type plugin struct {
