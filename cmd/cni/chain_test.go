@@ -229,25 +229,41 @@ func TestChained(t *testing.T) {
 	}
 	n.t = t
 
-	// A later plugin makes the MTU smaller and says so.
-	list := n.chained("1.1.0", nil, mm{"mtu": 1300})
-	rt := n.pod("web")
-	if r := n.add(list, rt); r.Interfaces[1].Mtu != 1300 || len(r.Interfaces) != 2 {
-		t.Errorf("interfaces %v", r.Interfaces)
+	// A later plugin makes the MTU smaller, and says so where results can. Before
+	// 1.0 they cannot, and any that is smaller may be another plugin's.
+	for version, others := range map[string]uint{"0.4.0": 0, "1.0.0": uint(endpoint.CodeDiffers), "1.1.0": uint(endpoint.CodeDiffers)} {
+		list := n.chained(version, nil, mm{"mtu": 1300})
+		rt := n.pod("web")
+		n.add(list, rt)
+		if err := n.cni.CheckNetworkList(t.Context(), list, rt); err != nil {
+			t.Errorf("%s: CHECK of a tuned pod: %v", version, err)
+		}
+		for mtu, code := range map[int]uint{1290: others, 1500: uint(endpoint.CodeDiffers)} {
+			if _, _, err := inPod(&skel.CmdArgs{Netns: rt.NetNS, IfName: "eth0"}, mtu); err != nil {
+				t.Fatal(err)
+			}
+			err := n.cni.CheckNetworkList(t.Context(), list, rt)
+			if code != 0 {
+				expectCNI(t, err, code, fmt.Sprintf("MTU %d", mtu))
+			} else if err != nil {
+				t.Errorf("%s: CHECK with MTU %d: %v", version, mtu, err)
+			}
+		}
+		if version == "1.1.0" {
+			if err := n.cni.GetStatusNetworkList(t.Context(), list); err != nil {
+				t.Error(err)
+			}
+		}
+		n.del(list, rt)
+		n.expectNothing()
 	}
-	if err := n.cni.CheckNetworkList(t.Context(), list, rt); err != nil {
-		t.Errorf("CHECK of a tuned pod: %v", err)
-	}
-	if err := n.cni.GetStatusNetworkList(t.Context(), list); err != nil {
-		t.Error(err)
-	}
-	n.del(list, rt)
-	n.expectNothing()
 
+	var list *libcni.NetworkConfigList
+	var rt *libcni.RuntimeConf
 	// A later plugin fails: the runtime deletes, all of the list.
 	for _, fail := range []string{"ADD", "CHECK"} {
-		list := n.chained("1.1.0", mm{}, mm{"fail": fail})
-		rt := n.pod("web")
+		list = n.chained("1.1.0", mm{}, mm{"fail": fail})
+		rt = n.pod("web")
 		_, err := n.cni.AddNetworkList(t.Context(), list, rt)
 		if fail == "CHECK" && err == nil {
 			err = n.cni.CheckNetworkList(t.Context(), list, rt)

@@ -54,9 +54,10 @@ func told(prev *types100.Result, req endpoint.Request) (addrs []netip.Addr, mtu 
 	ours := func(i int) bool {
 		return prev.Interfaces[i].Name == req.IfName && prev.Interfaces[i].Sandbox != ""
 	}
+	mtu = endpoint.MTUNotTold
 	for i := range prev.Interfaces {
-		if ours(i) {
-			mtu = prev.Interfaces[i].Mtu
+		if m := prev.Interfaces[i].Mtu; ours(i) && m > 0 {
+			mtu = m
 		}
 	}
 	for _, ip := range prev.IPs {

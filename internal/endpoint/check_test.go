@@ -171,15 +171,16 @@ func TestCheckNamesEveryDifference(t *testing.T) {
 	// A plugin behind this one may make the MTU smaller, and says so.
 	inPod(func(l netlink.Link) error { return netlink.LinkSetMTU(l, 1300) })
 	tuned := req
-	for told, ok := range map[int]bool{1300: true, 1450: false, 1400: false} {
+	for told, ok := range map[int]bool{1300: true, 1450: false, 1400: false, 0: false, endpoint.MTUNotTold: true} {
 		tuned.MTU = told
 		if err := b.Check(t.Context(), tuned); (err == nil) != ok {
 			t.Errorf("told of MTU %d: %v", told, err)
 		}
 	}
 	inPod(func(l netlink.Link) error { return netlink.LinkSetMTU(l, 1500) })
-	tuned.MTU = 1500
-	expectCode(t, b.Check(t.Context(), tuned), endpoint.CodeDiffers, "MTU 1500, not 1450")
+	for _, tuned.MTU = range []int{1500, endpoint.MTUNotTold} {
+		expectCode(t, b.Check(t.Context(), tuned), endpoint.CodeDiffers, "MTU 1500, not 1450")
+	}
 	inPod(func(l netlink.Link) error { return netlink.LinkSetMTU(l, mtu) })
 	wrong := req
 	wrong.Addrs = []netip.Addr{netip.MustParseAddr("10.244.80.99")}

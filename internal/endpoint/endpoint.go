@@ -164,12 +164,17 @@ type Request struct {
 	Pod         string       `json:"pod,omitempty"`
 	UID         string       `json:"uid,omitempty"`
 	Addrs       []netip.Addr `json:"addrs,omitempty"` // Add: wanted. Check: what the previous result says.
-	// MTU is for Check: that of the pod's half in the previous result. A plugin
-	// that comes after this one may have made it smaller.
+	// MTU is for Check: that of the pod's half in the previous result, which
+	// another plugin may have made smaller; [MTUNotTold] where results have none.
+	// Zero stands for what Add gave it.
 	MTU int `json:"mtu,omitempty"`
 	// PortMappings are wanted by Add and compared by Check, unless nil.
 	PortMappings []PortMapping `json:"portMappings,omitzero"`
 }
+
+// MTUNotTold is the [Request.MTU] of a result without one: those of versions before 1.0, or from older plugins.
+// A smaller one in the pod may be another plugin's then.
+const MTUNotTold = -1
 
 // Key returns what identifies the endpoint meant.
 func (r Request) Key() Key { return Key{r.ContainerID, r.IfName} }

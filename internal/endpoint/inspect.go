@@ -60,7 +60,7 @@ func hostDifferences(h *netlink.Handle, ep Endpoint) ([]string, error) {
 }
 
 // podDifferences compares the pod's half of ep with what it should be; toldMTU
-// is one that it may have as well, if smaller.
+// is [Request.MTU].
 func podDifferences(h *netlink.Handle, ep Endpoint, toldMTU int) ([]string, error) {
 	link, err := linkByName(h, ep.IfName)
 	if err != nil {
@@ -127,7 +127,8 @@ func linkDifferences(link netlink.Link, name string, mac net.HardwareAddr, mtu, 
 	if attrs.HardwareAddr.String() != mac.String() {
 		diffs = append(diffs, fmt.Sprintf("interface %s has MAC %s, not %s", name, attrs.HardwareAddr, mac))
 	}
-	if attrs.MTU != mtu && (attrs.MTU != toldMTU || toldMTU > mtu) {
+	smaller := attrs.MTU < mtu && (attrs.MTU == toldMTU || toldMTU == MTUNotTold)
+	if attrs.MTU != mtu && !smaller {
 		diffs = append(diffs, fmt.Sprintf("interface %s has MTU %d, not %d", name, attrs.MTU, mtu))
 	}
 	return diffs

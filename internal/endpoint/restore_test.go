@@ -370,6 +370,24 @@ func TestQueuedDeletionsAreRepaired(t *testing.T) {
 	if err := b.Check(t.Context(), req); err != nil {
 		t.Error(err)
 	}
+	// Nor is one that such an ADD dropped after it was read.
+	if err := endpoint.QueueDeletion(b.state, req.Key(), nil); err != nil {
+		t.Fatal(err)
+	}
+	b.SetStep(func(step string) {
+		if step == "locked" {
+			if err := endpoint.UnqueueDeletion(b.state, req.Key(), nil); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	if _, err := b.Repair(t.Context()); err != nil {
+		t.Error(err)
+	}
+	b.SetStep(nil)
+	if err := b.Check(t.Context(), req); err != nil {
+		t.Error(err)
+	}
 	b.del(req)
 	b.expectNothing()
 }
