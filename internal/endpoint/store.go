@@ -60,7 +60,7 @@ func fileName(k Key) string { return k.String() + ".json" }
 
 func (s *store) put(r record) error {
 	r.Version = recordVersion
-	if err := s.write(s.endpoints, fileName(r.Endpoint.Key()), r); err != nil {
+	if err := s.write(s.endpoints, fileName(r.Endpoint.Key()), r, r.Phase == phaseReady); err != nil {
 		return fmt.Errorf("state of %s: %w", r.Endpoint, err)
 	}
 	return nil
@@ -199,7 +199,7 @@ func QueueDeletion(stateDir string, k Key, step func(string)) error {
 	if err != nil {
 		return err
 	}
-	return s.write(s.deletions, fileName(k), k)
+	return s.write(s.deletions, fileName(k), k, true)
 }
 
 // UnqueueDeletion takes the note back; none is no error.
@@ -214,8 +214,10 @@ func UnqueueDeletion(stateDir string, k Key, step func(string)) error {
 const tempPrefix = ".tmp-"
 
 // write replaces a file with v as JSON: after a crash or with a full disk it
-// has the old content or the new one.
-func (s *store) write(dir, name string, v any) error {
+// has the old content or the new one. What is not durable may be lost with the
+// machine's power: where the interfaces that it tells of go as well, nobody
+// need wait for the disk.
+func (s *store) write(dir, name string, v any, durable bool) error {
 	data, err := json.MarshalIndent(v, "", "  ")
 	if err != nil {
 		return err
@@ -227,10 +229,10 @@ func (s *store) write(dir, name string, v any) error {
 	s.step("file made")
 	_, err = f.Write(append(data, '\n'))
 	s.step("file written")
-	if err == nil {
+	if err == nil && durable {
 		err = f.Sync()
+		s.step("file synced")
 	}
-	s.step("file synced")
 	if err == nil {
 		err = os.Rename(f.Name(), filepath.Join(dir, name))
 	}
@@ -238,7 +240,11 @@ func (s *store) write(dir, name string, v any) error {
 		return errors.Join(err, os.Remove(f.Name()), f.Close())
 	}
 	s.step("file renamed")
-	return errors.Join(f.Close(), syncDir(dir))
+	err = f.Close()
+	if durable {
+		err = errors.Join(err, syncDir(dir))
+	}
+	return err
 }
 
 // createTemp makes a file that is locked as long as its maker lives, so that
@@ -287,6 +293,8 @@ func removeUnheld(path string) error {
 	return nil
 }
 
+// removeFile removes a file, if it is there. It may be there again after a loss
+// of power, when what it tells of has gone.
 func (s *store) removeFile(dir, name string) error {
 	if err := os.Remove(filepath.Join(dir, name)); err != nil {
 		if errors.Is(err, fs.ErrNotExist) {
@@ -295,7 +303,7 @@ func (s *store) removeFile(dir, name string) error {
 		return err
 	}
 	s.step("file removed")
-	return syncDir(dir)
+	return nil
 }
 
 func syncDir(dir string) error {
