@@ -26,6 +26,7 @@ func (m *Manager) Add(ctx context.Context, req Request) (Endpoint, error) {
 	}
 	hostIf := HostIfName(req.Namespace, req.Pod, req.ContainerID, req.IfName)
 	t := m.begin("add", req.Key().String())
+	defer t.end()
 	unlock, err := m.lockPod(ctx, hostIf)
 	if err != nil {
 		return Endpoint{}, err
@@ -105,7 +106,9 @@ func (m *Manager) makeRoom(ctx context.Context, req Request, hostIf string, pod 
 			return errorf(CodeInternal, "the interface name %s belongs to %s already: rename the pod", hostIf, ep)
 		}
 		m.log.Warn("a newer sandbox of the pod takes its place", "old", ep.String(), "new", req.ContainerID)
-		if err := m.remove(ctx, m.begin("replace", ep.Key().String()), old); err != nil {
+		t := m.begin("replace", ep.Key().String())
+		defer t.end()
+		if err := m.remove(ctx, t, old); err != nil {
 			return errorf(CodeInternal, "remove the older sandbox's %s: %w", ep, err)
 		}
 	}
@@ -278,7 +281,9 @@ func (m *Manager) undo(ctx context.Context, e *entry, cause error) error {
 		out.Code = CodeTryAgain
 	}
 	m.log.Error("endpoint not added", "endpoint", ep.String(), "err", cause)
-	if err := m.remove(ctx, m.begin("undo", ep.Key().String()), e); err != nil {
+	t := m.begin("undo", ep.Key().String())
+	defer t.end()
+	if err := m.remove(ctx, t, e); err != nil {
 		m.log.Error("a failed addition could not be undone", "endpoint", ep.String(), "err", err)
 		out.Details = "undoing it failed too, DEL tries again: " + err.Error()
 	}

@@ -31,6 +31,8 @@ func (m *Manager) Del(ctx context.Context, req Request) error {
 func (m *Manager) delEntry(ctx context.Context, e *entry, still func() bool) error {
 	ep := m.endpointOf(e)
 	t := m.begin("del", ep.Key().String())
+	defer t.end()
+	defer m.interrupt(e)()
 	unlock, err := m.lockPod(ctx, ep.HostIfName)
 	if err != nil {
 		return err
@@ -41,6 +43,38 @@ func (m *Manager) delEntry(ctx context.Context, e *entry, still func() bool) err
 		return nil // someone else was faster
 	}
 	return m.delLocked(ctx, t, e)
+}
+
+// interrupt ends the wait for e's policy that holds its lock, and keeps others
+// from beginning one until the function returned is called: what is to go needs
+// none.
+func (m *Manager) interrupt(e *entry) func() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	e.leaving++
+	if e.giveUp != nil {
+		e.giveUp()
+	}
+	return func() { m.change(func() { e.leaving-- }) }
+}
+
+// errLeaving ends a wait for policy.
+var errLeaving = errors.New("the endpoint is being deleted")
+
+// awaitPolicy is [Regenerator.Up] for an endpoint that there is already.
+func (m *Manager) awaitPolicy(ctx context.Context, e *entry, ep Endpoint) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	leaving := false
+	m.change(func() {
+		leaving = e.leaving > 0
+		e.giveUp = func() { cancel(errLeaving) }
+	})
+	defer m.change(func() { e.giveUp = nil })
+	if leaving {
+		return errLeaving
+	}
+	return m.cfg.Regenerator.Up(ctx, ep)
 }
 
 // delLocked removes e for a caller that holds its lock. What has begun goes on

@@ -61,6 +61,9 @@ type entry struct {
 	rec      record
 	attached bool // the datapath has its programs in place
 	up       bool // the regenerator has it in force
+
+	leaving int    // deletions that wait for the lock, or have it
+	giveUp  func() // ends the wait for policy that runs; nil = none does
 }
 
 // change changes e under the manager's mutex.

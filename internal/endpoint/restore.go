@@ -98,7 +98,9 @@ func (m *Manager) removeOrphan(ctx context.Context, name string) error {
 	}
 	if link != nil {
 		m.log.Warn("interface without state is removed", "interface", name)
-		if err := m.removeLink(ctx, m.begin("remove", name), name, 0, nil); err != nil {
+		t := m.begin("remove", name)
+		defer t.end()
+		if err := m.removeLink(ctx, t, name, 0, nil); err != nil {
 			return err
 		}
 	}
@@ -199,7 +201,9 @@ func (m *Manager) restoreOne(ctx context.Context, e *entry) error {
 	}
 	if p := m.phaseOf(e); p != phaseReady {
 		m.log.Warn("endpoint is removed: the process ended in the middle", "endpoint", ep.String(), "phase", string(p))
-		return m.delLocked(ctx, m.begin("finish", ep.Key().String()), e)
+		t := m.begin("finish", ep.Key().String())
+		defer t.end()
+		return m.delLocked(ctx, t, e)
 	}
 	h, err := newHandle()
 	if err != nil {
@@ -212,7 +216,9 @@ func (m *Manager) restoreOne(ctx context.Context, e *entry) error {
 	}
 	if link == nil || link.Attrs().Index != ep.HostIfindex {
 		m.log.Warn("endpoint is removed: its interface is gone", "endpoint", ep.String(), "interface", ep.HostIfName)
-		return m.delLocked(ctx, m.begin("restore", ep.Key().String()), e)
+		t := m.begin("restore", ep.Key().String())
+		defer t.end()
+		return m.delLocked(ctx, t, e)
 	}
 	_, err = m.mend(ctx, h, e, true)
 	return err
@@ -249,7 +255,7 @@ func (m *Manager) Repair(ctx context.Context) ([]string, error) {
 }
 
 // upAgain is how long a repair waits for policy. A deletion of that endpoint
-// waits as long.
+// ends the wait.
 const upAgain = time.Second
 
 // repairWaiting repairs endpoints whose policy is not in force, as when their
@@ -320,7 +326,11 @@ func (m *Manager) mend(ctx context.Context, h *netlink.Handle, e *entry, restart
 		}
 	}
 	if restart || !m.copyOf(e).up {
-		if err := m.cfg.Regenerator.Up(ctx, ep); err != nil {
+		err := m.awaitPolicy(ctx, e, ep)
+		if errors.Is(err, errLeaving) {
+			return mended, nil
+		}
+		if err != nil {
 			return mended, fmt.Errorf("policy of %s is not in force: %w", ep, err)
 		}
 		m.change(func() { e.up = true })

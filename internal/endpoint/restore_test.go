@@ -521,6 +521,8 @@ func TestDelDoesNotWaitForPolicy(t *testing.T) {
 	done := make(chan error, 1)
 	go func() { done <- b.Restore(ctx) }()
 	<-waits
+	other, _ := b.request("other")
+	b.del(other) // nothing to do with it
 	cancel()
 	if err := <-done; !errors.Is(err, never) {
 		t.Errorf("Restore reports %v", err)
@@ -530,6 +532,30 @@ func TestDelDoesNotWaitForPolicy(t *testing.T) {
 	<-waits
 	b.del(req) // with no time limit at all
 	<-done
+	b.fakes.Hook = nil
+	b.expectNothing()
+
+	// Nor for one that starts, which may wait for long.
+	b.add(req)
+	b.fakes.Hook = func(ctx context.Context, call string, _ endpoint.Endpoint) error {
+		if call == "up" {
+			close(waits)
+			<-ctx.Done()
+			return context.Cause(ctx)
+		}
+		return nil
+	}
+	waits = make(chan struct{})
+	if err := b.Close(); err != nil {
+		t.Fatal(err)
+	}
+	b.open()
+	go func() { done <- b.Restore(context.Background()) }()
+	<-waits
+	b.del(req)
+	if err := <-done; err != nil {
+		t.Errorf("Restore reports %v", err)
+	}
 	b.fakes.Hook = nil
 	b.expectNothing()
 }
