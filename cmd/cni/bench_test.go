@@ -275,7 +275,7 @@ func (n *node) expectNothing() {
 func expectCNI(t *testing.T, err error, code uint, texts ...string) {
 	t.Helper()
 	var e *types.Error
-	if !errors.As(err, &e) || e.Code != code {
+	if !errors.As(err, &e) || e == nil || e.Code != code {
 		t.Errorf("error %v (%+v), want code %d", err, e, code)
 		return
 	}
