@@ -96,7 +96,8 @@ type Agent struct {
 	begun  chan struct{}            // closed when the agent is ready for the first time
 	mtu    atomic.Int64
 	mtu6   atomic.Int64
-	// resized gets a value when the MTU of pods is another.
+	// resized gets a value when the MTU of pods is another, or there is another
+	// reason to look after them at once.
 	resized chan struct{}
 
 	// Of the loop alone.
@@ -181,6 +182,7 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 		noTable:  make(map[types.NamespacedName]uint32),
 		problems: make(map[string][]table.Problem),
 	}
+	a.eps.check = a.epInForce
 	a.world.attached = make(map[int]string)
 	a.events = newEvents(a)
 	a.health = health.New(health.DefaultTimeout, opt.Now, a.noLocal)

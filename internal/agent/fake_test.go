@@ -112,6 +112,7 @@ type fakeStack struct {
 	ways     map[netip.Addr]node.Way // those that are not by the first device
 	qdiscs   map[int]node.Qdisc
 	local    sourceport.Range
+	unread   error // of listing devices
 }
 
 func newFakeStack() *fakeStack {
@@ -128,7 +129,7 @@ func (s *fakeStack) Watch(context.Context) (<-chan struct{}, error) { return s.e
 func (s *fakeStack) Devices() ([]node.Device, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return slices.Clone(s.list), nil
+	return slices.Clone(s.list), s.unread
 }
 
 func (s *fakeStack) EnsureOverlay(o node.Overlay) (int, bool, error) {

@@ -255,6 +255,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 		return nil
 	})
 	g.Go(func() error { return a.repair(ctx, manager) })
+	g.Go(func() error { a.keepSocket(ctx, listener); return nil })
 	g.Go(func() error { a.offer(ctx, cni); return nil })
 	serve(ctx, g, socket, listener)
 	if cfg.Listen != "" {
@@ -307,6 +308,39 @@ func (a *Agent) repair(ctx context.Context, m *endpoint.Manager) error {
 				a.publish()
 			})
 		}
+	}
+}
+
+// socketEvery is how often the socket's file is looked for.
+const socketEvery = time.Second
+
+// keepSocket puts the socket's file back when somebody removed it. What the
+// plugin could not ask for meanwhile, it noted.
+func (a *Agent) keepSocket(ctx context.Context, l *cniapi.Listener) {
+	t := time.NewTicker(socketEvery)
+	defer t.Stop()
+	failed := false
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-t.C:
+		}
+		again, err := l.Restore()
+		if again {
+			a.log.Warn("the socket's file was gone; it is back", "socket", l.Addr())
+			select {
+			case a.resized <- struct{}{}: // repair looks for notes
+			default:
+			}
+		}
+		if err != nil || failed {
+			_ = a.do(ctx, func() { // the loop ends with ctx
+				a.problem("socket of the plugin", "", err)
+				a.publish()
+			})
+		}
+		failed = err != nil
 	}
 }
 
