@@ -106,7 +106,8 @@ test-chart: ## renders the Helm chart and the kustomize base and compares them
 .PHONY: test-cluster
 test-cluster: ## tests what runs on the cluster that make cluster brought up; CLUSTER_TESTS='-run Policy'
 	@go vet -tags realcluster ./test/realcluster/...
-	@go test -tags realcluster -count=1 -timeout 30m $(CLUSTER_TESTS) ./test/realcluster/e2e
+	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
+	@go test -tags realcluster -count=1 -timeout 30m -exec '$(CURDIR)/bin/pw-cluster outside' $(CLUSTER_TESTS) ./test/realcluster/e2e
 
 .PHONY: cluster-down
 cluster-down: root ## removes what make cluster brought up, but for its cache

@@ -11,8 +11,11 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // binary is a program to build.
@@ -36,6 +39,14 @@ func binaries() []binary {
 		{"coredns", "coredns", ".", false},
 		{"loopback", "cni", cni + "main/loopback", false},
 	}
+}
+
+// needs names what this cluster needs of them.
+func (c Config) needs() (names []string) {
+	for _, b := range binaries() {
+		names = append(names, b.name)
+	}
+	return names
 }
 
 // ldflags of a binary: Kubernetes reads v0.0.0 unless its linker is told.
@@ -73,12 +84,26 @@ func (b binary) stamp(dir string) (string, error) {
 	return hex.EncodeToString(h.Sum(nil)), nil
 }
 
-// Build builds what the cache lacks.
-func (c Config) Build(ctx context.Context) error {
+// Build builds what the cache lacks: of all binaries, or of those named.
+func (c Config) Build(ctx context.Context, names ...string) error {
+	known := binaries()
+	for _, name := range names {
+		if !slices.ContainsFunc(known, func(b binary) bool { return b.name == name }) {
+			return fmt.Errorf("build %s: no binary of a cluster", name)
+		}
+	}
 	if err := os.MkdirAll(filepath.Join(c.Cache, "bin"), 0o755); err != nil {
 		return err
 	}
-	for _, b := range binaries() {
+	unlock, err := c.lockCache(ctx)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	for _, b := range known {
+		if len(names) > 0 && !slices.Contains(names, b.name) {
+			continue
+		}
 		dir := filepath.Join(c.Tree, "test", "realcluster", "modules", b.module)
 		stamp, err := b.stamp(dir)
 		if err != nil {
@@ -91,6 +116,10 @@ func (c Config) Build(ctx context.Context) error {
 			}
 		}
 		c.Out("building %s (all of Kubernetes takes a quarter of an hour of processor time, once)", b.name)
+		// Until it is built again, what is there is nothing to rely on.
+		if err := os.Remove(stampFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
 		begin := time.Now()
 		cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags", b.ldflags(), "-o", c.bin(b.name), b.pkg)
 		cmd.Dir = dir
@@ -104,4 +133,25 @@ func (c Config) Build(ctx context.Context) error {
 		c.Out("built %s in %.0f s", b.name, time.Since(begin).Seconds())
 	}
 	return nil
+}
+
+// lockCache waits for those who build into the same cache.
+func (c Config) lockCache(ctx context.Context) (unlock func(), err error) {
+	f, err := os.OpenFile(filepath.Join(c.Cache, "lock"), os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	flock := func() error { return unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) }
+	err = flock()
+	if errors.Is(err, unix.EWOULDBLOCK) {
+		c.Out("waiting for another pw-cluster that builds into %s", c.Cache)
+		for errors.Is(err, unix.EWOULDBLOCK) && ctx.Err() == nil {
+			time.Sleep(200 * time.Millisecond)
+			err = flock()
+		}
+	}
+	if err = errors.Join(err, context.Cause(ctx)); err != nil {
+		return nil, errors.Join(fmt.Errorf("lock the cache %s: %w", c.Cache, err), f.Close())
+	}
+	return func() { _ = f.Close() }, nil
 }

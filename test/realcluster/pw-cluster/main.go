@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -17,19 +18,22 @@ import (
 )
 
 const usage = `pw-cluster up              builds what is missing, brings the cluster up
-pw-cluster build           builds the binaries of Kubernetes alone
+pw-cluster build [NAME...] builds the binaries of Kubernetes alone, or those named
 pw-cluster down            ends it and removes all but the cache
 pw-cluster in NODE CMD...  runs a command in a node (n1, n2, ...)
+pw-cluster outside CMD...  runs a command outside the nodes, where the API server is
 pw-cluster kubectl ARGS... kubectl as administrator
 
-PODWEIR_CLUSTER_CACHE and PODWEIR_CLUSTER_STATE are its folders.`
+PODWEIR_CLUSTER_CACHE and PODWEIR_CLUSTER_STATE are its folders. With
+PODWEIR_CLUSTER_NAME it is about the cluster of that name, which has a network
+namespace of its own, and a folder beside PODWEIR_CLUSTER_STATE.`
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, unix.SIGTERM)
 	defer stop()
 	err := command(ctx, os.Args[1:])
 	var exit *exec.ExitError
-	if errors.As(err, &exit) && exit.ExitCode() > 0 && len(os.Args) > 1 && (os.Args[1] == "in" || os.Args[1] == "kubectl") {
+	if errors.As(err, &exit) && exit.ExitCode() > 0 && len(os.Args) > 1 && slices.Contains([]string{"in", "outside", "kubectl"}, os.Args[1]) {
 		os.Exit(exit.ExitCode())
 	}
 	if err != nil {
@@ -55,7 +59,7 @@ func command(ctx context.Context, args []string) error {
 	case "up":
 		return c.Up(ctx)
 	case "build":
-		return c.Build(ctx)
+		return c.Build(ctx, rest...)
 	case "down":
 		return c.Down(ctx)
 	case "in":
@@ -63,15 +67,19 @@ func command(ctx context.Context, args []string) error {
 			return errors.New("pw-cluster in NODE CMD...")
 		}
 		return c.Exec(ctx, rest[0], rest[1:]...)
-	case "kubectl":
-		cmd := exec.CommandContext(ctx, c.KubectlPath(), append([]string{"--kubeconfig=" + c.Kubeconfig()}, rest...)...)
-		cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
-		return cmd.Run()
-	case "node-init":
-		if len(rest) != 1 {
-			return errors.New("pw-cluster node-init NODE")
+	case "outside":
+		if len(rest) < 1 {
+			return errors.New("pw-cluster outside CMD...")
 		}
-		return c.NodeInit(rest[0])
+		return c.Exec(ctx, "", rest...)
+	case "kubectl":
+		return c.ExecKubectl(ctx, rest...)
+	case "node-init":
+		if len(rest) != 2 {
+			return errors.New("pw-cluster node-init STATE NODE")
+		}
+		c.State = rest[0]
+		return c.NodeInit(rest[1])
 	default:
 		return fmt.Errorf("%q is nothing that can be done\n\n%s", verb, usage)
 	}
