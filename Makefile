@@ -94,10 +94,10 @@ demo-down: root ## removes what demo-keep left
 	@bin/pw-demo down
 
 .PHONY: cluster
-cluster: root build image ## Kubernetes on this machine, three nodes, podweir on it (as root); the first time builds Kubernetes
+cluster: root build image ## Kubernetes on this machine, three nodes, podweir on it (as root); PROXY=kube-proxy-nftables CNI=bridge for its peers
 	@tools/deps.sh cluster
 	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
-	@bin/pw-cluster up
+	@bin/pw-cluster up -proxy '$(PROXY)' -cni '$(CNI)'
 
 .PHONY: test-chart
 test-chart: ## renders the Helm chart and the kustomize base and compares them

@@ -24,27 +24,34 @@ type binary struct {
 	module  string // folder under modules/
 	pkg     string
 	version bool // it tells Kubernetes' version
+	peer    bool // it does what podweir does elsewhere
 }
 
 // binaries are those that a cluster needs, the ones that take longest first.
 func binaries() []binary {
 	const k8s, cni = "k8s.io/kubernetes/cmd/", "github.com/containernetworking/plugins/plugins/"
 	return []binary{
-		{"kube-apiserver", "kubernetes", k8s + "kube-apiserver", true},
-		{"kube-controller-manager", "kubernetes", k8s + "kube-controller-manager", true},
-		{"kube-scheduler", "kubernetes", k8s + "kube-scheduler", true},
-		{"kubelet", "kubernetes", k8s + "kubelet", true},
-		{"kubectl", "kubernetes", k8s + "kubectl", true},
-		{"etcd", "etcd", "go.etcd.io/etcd/server/v3", false},
-		{"coredns", "coredns", ".", false},
-		{"loopback", "cni", cni + "main/loopback", false},
+		{"kube-apiserver", "kubernetes", k8s + "kube-apiserver", true, false},
+		{"kube-controller-manager", "kubernetes", k8s + "kube-controller-manager", true, false},
+		{"kube-scheduler", "kubernetes", k8s + "kube-scheduler", true, false},
+		{"kubelet", "kubernetes", k8s + "kubelet", true, false},
+		{"kubectl", "kubernetes", k8s + "kubectl", true, false},
+		{"etcd", "etcd", "go.etcd.io/etcd/server/v3", false, false},
+		{"coredns", "coredns", ".", false, false},
+		{"loopback", "cni", cni + "main/loopback", false, false},
+		{"kube-proxy", "kubernetes", k8s + "kube-proxy", true, true},
+		{"bridge", "cni", cni + "main/bridge", false, true},
+		{"host-local", "cni", cni + "ipam/host-local", false, true},
+		{"portmap", "cni", cni + "meta/portmap", false, true},
 	}
 }
 
 // needs names what this cluster needs of them.
 func (c Config) needs() (names []string) {
 	for _, b := range binaries() {
-		names = append(names, b.name)
+		if !c.podweir() || !b.peer {
+			names = append(names, b.name)
+		}
 	}
 	return names
 }
@@ -115,7 +122,11 @@ func (c Config) Build(ctx context.Context, names ...string) error {
 				continue
 			}
 		}
-		c.Out("building %s (all of Kubernetes takes a quarter of an hour of processor time, once)", b.name)
+		if b.module == "kubernetes" {
+			c.Out("building %s (all of Kubernetes takes a quarter of an hour of processor time, once)", b.name)
+		} else {
+			c.Out("building %s", b.name)
+		}
 		// Until it is built again, what is there is nothing to rely on.
 		if err := os.Remove(stampFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err

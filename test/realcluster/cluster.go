@@ -33,8 +33,11 @@ func (c Config) Up(ctx context.Context) error {
 	}
 	defer unlock()
 	if c.complete() {
-		c.Out("%s is up already. %s", c.title(), c.hint())
+		c.Out("%s is up already, with %v. %s", c.title(), c.settings(), c.hint())
 		return nil
+	}
+	if err := c.settings().write(c.settingsFile()); err != nil {
+		return err
 	}
 	begin, last := time.Now(), time.Now()
 	step := func(format string, args ...any) {
@@ -64,15 +67,21 @@ func (c Config) Up(ctx context.Context) error {
 		return err
 	}
 	step("nodes have their images, kubelets run")
-	if err := c.install(ctx); err != nil {
+	waits := []string{
+		"wait node --all --for=condition=Ready --timeout=60s",
+		"-n kube-system rollout status deployment/coredns --timeout=60s",
+	}
+	if c.podweir() {
+		if err := c.install(ctx); err != nil {
+			return err
+		}
+		waits = append([]string{"-n kube-system rollout status daemonset/podweir --timeout=120s"}, waits...)
+	}
+	if err := c.installDNS(ctx); err != nil {
 		return err
 	}
 	step("manifests are applied")
-	for _, wait := range []string{
-		"-n kube-system rollout status daemonset/podweir --timeout=120s",
-		"wait node --all --for=condition=Ready --timeout=60s",
-		"-n kube-system rollout status deployment/coredns --timeout=60s",
-	} {
+	for _, wait := range waits {
 		if err := c.Kubectl(ctx, nil, io.Discard, strings.Fields(wait)...); err != nil {
 			return err
 		}
@@ -88,7 +97,7 @@ func (c Config) Up(ctx context.Context) error {
 	if err := os.WriteFile(c.marker(), nil, 0o644); err != nil {
 		return err
 	}
-	c.Out("%6.1f s  in all: %s is up. %s", time.Since(begin).Seconds(), c.title(), c.hint())
+	c.Out("%6.1f s  in all: %s is up, with %v. %s", time.Since(begin).Seconds(), c.title(), c.settings(), c.hint())
 	return nil
 }
 
@@ -125,6 +134,9 @@ func (c Config) complete() bool {
 	}
 	for _, n := range c.nodes() {
 		records = append(records, n.record(), n.path("run", "containerd"), n.path("run", "kubelet"))
+		if !c.podweir() {
+			records = append(records, n.path("run", "kube-proxy"))
+		}
 	}
 	return !slices.ContainsFunc(records, func(r string) bool { return running(r) == 0 })
 }
@@ -185,6 +197,16 @@ func (c Config) check() error {
 			return fmt.Errorf("%s is missing: tools/deps.sh cluster: %w", p, err)
 		}
 	}
+	if !c.podweir() {
+		for _, p := range []string{"nft", "iptables", "bridge"} {
+			if _, err := exec.LookPath(p); err != nil {
+				return fmt.Errorf("%s is missing, which %v needs: tools/deps.sh cluster: %w", p, c.settings(), err)
+			}
+		}
+		if _, err := os.Stat("/proc/sys/net/bridge"); err != nil {
+			return fmt.Errorf("CNI=%s needs the kernel's br_netfilter, as kube-proxy does not see what two pods of a bridge say else: modprobe br_netfilter: %w", c.CNI, err)
+		}
+	}
 	_, err := hierarchies()
 	return err
 }
@@ -220,8 +242,7 @@ func (c Config) Kubectl(ctx context.Context, in io.Reader, out io.Writer, args .
 	return nil
 }
 
-// install applies podweir as an overlay of deploy/base, as its users do, and
-// CoreDNS.
+// install applies podweir as an overlay of deploy/base, as its users do.
 func (c Config) install(ctx context.Context) error {
 	dir := filepath.Join(c.State, "deploy")
 	if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -246,9 +267,10 @@ configMapGenerator:
 	if err != nil {
 		return err
 	}
-	if err := c.Kubectl(ctx, nil, io.Discard, "apply", "-k", dir); err != nil {
-		return err
-	}
+	return c.Kubectl(ctx, nil, io.Discard, "apply", "-k", dir)
+}
+
+func (c Config) installDNS(ctx context.Context) error {
 	dns := strings.NewReplacer("$DNS_IP", dnsVIP, "$DOMAIN", domain, "$IMAGE", dnsImage).Replace(corednsManifest)
 	return c.Kubectl(ctx, strings.NewReader(dns), io.Discard, "apply", "-f", "-")
 }

@@ -5,7 +5,6 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
-	"net/http"
 	"os"
 	"path/filepath"
 	"time"
@@ -70,24 +69,7 @@ func (c Config) startPart(ctx context.Context, p part) error {
 	if err != nil {
 		return err
 	}
-	hc := &http.Client{Timeout: 2 * time.Second, Transport: &http.Transport{
-		// Two of them have certificates that they signed themselves.
-		TLSClientConfig: &tls.Config{InsecureSkipVerify: true, Certificates: []tls.Certificate{pair}}, DisableKeepAlives: true, DialContext: c.dial}}
-	return until(ctx, p.name, c.record(p), c.log(p), 2*time.Minute, func() error {
-		req, err := http.NewRequestWithContext(ctx, http.MethodGet, p.ready, nil)
-		if err != nil {
-			return err
-		}
-		resp, err := hc.Do(req)
-		if err != nil {
-			return err
-		}
-		defer resp.Body.Close()
-		if resp.StatusCode != http.StatusOK {
-			return fmt.Errorf("%s: %s", p.ready, resp.Status)
-		}
-		return nil
-	})
+	return until(ctx, p.name, c.record(p), c.log(p), 2*time.Minute, func() error { return get(ctx, c.host(), p.ready, pair) })
 }
 
 func (c Config) startControlPlane(ctx context.Context, step func(string, ...any)) error {

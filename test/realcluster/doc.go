@@ -4,6 +4,7 @@
 // podweir is installed on it as its users do, from an image and deploy/.
 //
 //	pw-cluster up      make cluster
+//	pw-cluster check
 //	pw-cluster down    make cluster-down
 //	pw-cluster in n1 CMD...
 //	pw-cluster outside CMD...
@@ -20,6 +21,8 @@
 //     a whole, podweir-NAME-host, with a state folder beside that of the one
 //     without. Any number of them are side by side: addresses and devices are
 //     the same in each; namespaces and cgroups begin with podweir-NAME-.
+//   - In podweir's place a cluster can have kube-proxy and the reference CNI
+//     plugins (Choose), to compare with. Check tries what both must do.
 //   - Down ends what Up started, process by process as recorded and then by
 //     cgroup, and removes its network namespaces, devices, cgroups and folders.
 //     It can be called at any time, after an Up that failed or was killed too.

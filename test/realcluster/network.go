@@ -2,14 +2,17 @@ package realcluster
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"net"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -54,34 +57,51 @@ func (c Config) Outside(ctx context.Context, args ...string) *exec.Cmd {
 	return exec.CommandContext(ctx, args[0], args[1:]...)
 }
 
-// dial connects from there.
-func (c Config) dial(ctx context.Context, network, addr string) (net.Conn, error) {
+// dialer connects from a named network namespace; "": from the machine's own.
+func dialer(ns string) func(ctx context.Context, network, addr string) (net.Conn, error) {
 	var d net.Dialer
-	if c.host() == "" {
-		return d.DialContext(ctx, network, addr)
+	if ns == "" {
+		return d.DialContext
 	}
-	type result struct {
-		conn net.Conn
-		err  error
+	return func(ctx context.Context, network, addr string) (conn net.Conn, err error) {
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			// Never unlocked: the thread, which is elsewhere then, ends with this.
+			runtime.LockOSThread()
+			var f *os.File
+			if f, err = os.Open(filepath.Join(netnsDir, ns)); err != nil {
+				return
+			}
+			if err = errors.Join(unix.Setns(int(f.Fd()), unix.CLONE_NEWNET), f.Close()); err != nil {
+				err = fmt.Errorf("enter the network namespace %s: %w", ns, err)
+				return
+			}
+			conn, err = d.DialContext(ctx, network, addr)
+		}()
+		<-done
+		return conn, err
 	}
-	done := make(chan result, 1)
-	go func() {
-		// Never unlocked: the thread, which is elsewhere then, ends with this.
-		runtime.LockOSThread()
-		var r result
-		ns, err := os.Open(filepath.Join(netnsDir, c.host()))
-		if err == nil {
-			err = errors.Join(unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET), ns.Close())
-		}
-		if err != nil {
-			r.err = fmt.Errorf("the network of cluster %q: %w", c.Name, err)
-		} else {
-			r.conn, r.err = d.DialContext(ctx, network, addr)
-		}
-		done <- r
-	}()
-	r := <-done
-	return r.conn, r.err
+}
+
+// get asks a URL from a named namespace; what is not 200 is an error.
+func get(ctx context.Context, ns, url string, certs ...tls.Certificate) error {
+	hc := &http.Client{Timeout: 2 * time.Second, Transport: &http.Transport{
+		// Some of those who are asked have certificates that they signed themselves.
+		TLSClientConfig: &tls.Config{InsecureSkipVerify: true, Certificates: certs}, DisableKeepAlives: true, DialContext: dialer(ns)}}
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return err
+	}
+	resp, err := hc.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("%s: %s", url, resp.Status)
+	}
+	return nil
 }
 
 // isUp tells whether a device is there and up; "": in the machine's namespace.

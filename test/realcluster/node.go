@@ -174,10 +174,15 @@ func (c Config) startNode(ctx context.Context, n Node, images []string) error {
 			return err
 		}
 	}
-	if running(n.path("run", "kubelet")) != 0 {
+	if running(n.path("run", "kubelet")) == 0 {
+		if err := c.startKubelet(n); err != nil {
+			return err
+		}
+	}
+	if c.podweir() {
 		return nil
 	}
-	return c.startKubelet(n)
+	return c.startPlain(ctx, n)
 }
 
 func (c Config) startKubelet(n Node) error {
@@ -238,7 +243,7 @@ func (c Config) stopNode(ctx context.Context, n Node) error {
 	// With its init the kernel ends all processes of a pid namespace, and with
 	// the last of them the mounts are gone.
 	errs := []error{stopProcess(n.record(), 0)}
-	for _, name := range []string{"containerd", "kubelet"} {
+	for _, name := range []string{"containerd", "kubelet", "kube-proxy"} {
 		errs = append(errs, stopProcess(n.path("run", name), 2*time.Second))
 	}
 	errs = append(errs, n.removeNetwork(ctx), removeCgroups(ctx, n.cgroup()))

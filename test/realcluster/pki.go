@@ -128,6 +128,7 @@ current-context: podweir
 `, apiserver, p.path("ca.crt"), name, p.path(name+".crt"), p.path(name+".key")), 0o600))
 	}
 	user("controller-manager", "system:kube-controller-manager", "")
+	user("kube-proxy", "system:kube-proxy", "")
 	user("scheduler", "system:kube-scheduler", "")
 	for _, n := range c.nodes() {
 		user("node-"+n.Name, "system:node:"+n.Name, "system:nodes", n.Name, n.IP, n.IP6)

@@ -36,6 +36,8 @@ type Config struct {
 	State string // for everything else
 	Nodes int
 	Image string // archive of podweir's image
+	Proxy string // who does services, see Choose
+	CNI   string // who connects pods
 	Out   func(format string, args ...any)
 }
 
@@ -66,7 +68,7 @@ func Default(tree string) (Config, error) {
 	if name != "" {
 		state += "-" + name
 	}
-	return Config{
+	c := Config{
 		Name:  name,
 		Tree:  tree,
 		Cache: filepath.Join(dir("PODWEIR_CLUSTER_CACHE", "XDG_CACHE_HOME", ".cache"), Version),
@@ -74,7 +76,8 @@ func Default(tree string) (Config, error) {
 		Nodes: 3,
 		Image: filepath.Join(tree, "bin", "podweir-image.tar"),
 		Out:   func(format string, args ...any) { fmt.Printf(format+"\n", args...) },
-	}, nil
+	}
+	return c, c.Choose("", "")
 }
 
 func (c Config) bin(name string) string { return filepath.Join(c.Cache, "bin", name) }

@@ -5,6 +5,7 @@ package main
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
@@ -17,9 +18,11 @@ import (
 	"github.com/podweir/podweir/test/realcluster"
 )
 
-const usage = `pw-cluster up              builds what is missing, brings the cluster up
+const usage = `pw-cluster up [-proxy P] [-cni C]
+                           builds what is missing, brings the cluster up
 pw-cluster build [NAME...] builds the binaries of Kubernetes alone, or those named
 pw-cluster down            ends it and removes all but the cache
+pw-cluster check           tries pods, services, names and NodePorts on it
 pw-cluster in NODE CMD...  runs a command in a node (n1, n2, ...)
 pw-cluster outside CMD...  runs a command outside the nodes, where the API server is
 pw-cluster kubectl ARGS... kubectl as administrator
@@ -57,9 +60,23 @@ func command(ctx context.Context, args []string) error {
 	}
 	switch verb, rest := args[0], args[1:]; verb {
 	case "up":
+		flags := flag.NewFlagSet("up", flag.ContinueOnError)
+		proxy := flags.String("proxy", "", "podweir, kube-proxy-nftables or kube-proxy-iptables")
+		cni := flags.String("cni", "", "podweir; bridge: reference plugins, routes between nodes; bridge-vxlan")
+		if err := flags.Parse(rest); err != nil {
+			return err
+		}
+		if flags.NArg() > 0 {
+			return fmt.Errorf("up takes no %q", flags.Arg(0))
+		}
+		if err := c.Choose(*proxy, *cni); err != nil {
+			return err
+		}
 		return c.Up(ctx)
 	case "build":
 		return c.Build(ctx, rest...)
+	case "check":
+		return c.Check(ctx)
 	case "down":
 		return c.Down(ctx)
 	case "in":
