@@ -240,17 +240,21 @@ func copyFile(to, from string, mode fs.FileMode) error {
 
 // stopNode ends a node and removes what it was made of.
 func (c Config) stopNode(ctx context.Context, n Node) error {
+	if err := errors.Join(n.end(ctx), n.removeNetwork(ctx)); err != nil {
+		return fmt.Errorf("node %s: %w", n.Name, err)
+	}
+	return until(ctx, "files of "+n.Name, "", "", 20*time.Second, func() error { return os.RemoveAll(n.dir) })
+}
+
+// end ends all processes of a node, from one moment to the next.
+func (n Node) end(ctx context.Context) error {
 	// With its init the kernel ends all processes of a pid namespace, and with
 	// the last of them the mounts are gone.
 	errs := []error{stopProcess(n.record(), 0)}
 	for _, name := range []string{"containerd", "kubelet", "kube-proxy"} {
 		errs = append(errs, stopProcess(n.path("run", name), 2*time.Second))
 	}
-	errs = append(errs, n.removeNetwork(ctx), removeCgroups(ctx, n.cgroup()))
-	if err := errors.Join(errs...); err != nil {
-		return fmt.Errorf("node %s: %w", n.Name, err)
-	}
-	return until(ctx, "files of "+n.Name, "", "", 20*time.Second, func() error { return os.RemoveAll(n.dir) })
+	return errors.Join(append(errs, removeCgroups(ctx, n.cgroup()))...)
 }
 
 // nodeFiles writes the configurations of containerd and kubelet.

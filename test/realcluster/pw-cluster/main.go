@@ -27,6 +27,13 @@ pw-cluster in NODE CMD...  runs a command in a node (n1, n2, ...)
 pw-cluster outside CMD...  runs a command outside the nodes, where the API server is
 pw-cluster kubectl ARGS... kubectl as administrator
 
+pw-cluster power-off NODE  takes a node away as a loss of power would
+pw-cluster power-on NODE   starts it over what it had on disk
+pw-cluster restart-kubelet NODE
+pw-cluster restart PART    of the control plane: etcd, kube-apiserver, ...
+pw-cluster cut NODE        keeps a node and the API server from each other
+pw-cluster mend NODE       ends that
+
 PODWEIR_CLUSTER_CACHE and PODWEIR_CLUSTER_STATE are its folders. With
 PODWEIR_CLUSTER_NAME it is about the cluster of that name, which has a network
 namespace of its own, and a folder beside PODWEIR_CLUSTER_STATE.`
@@ -91,6 +98,11 @@ func command(ctx context.Context, args []string) error {
 		return c.Exec(ctx, "", rest...)
 	case "kubectl":
 		return c.ExecKubectl(ctx, rest...)
+	case "power-off", "power-on", "restart-kubelet", "restart", "cut", "mend":
+		if len(rest) != 1 {
+			return fmt.Errorf("pw-cluster %s takes one name\n\n%s", verb, usage)
+		}
+		return fault(ctx, c, verb, rest[0])
 	case "node-init":
 		if len(rest) != 2 {
 			return errors.New("pw-cluster node-init STATE NODE")
@@ -99,5 +111,27 @@ func command(ctx context.Context, args []string) error {
 		return c.NodeInit(rest[1])
 	default:
 		return fmt.Errorf("%q is nothing that can be done\n\n%s", verb, usage)
+	}
+}
+
+// fault does to a running cluster what tests do to it.
+func fault(ctx context.Context, c realcluster.Config, verb, name string) error {
+	switch verb {
+	case "power-off":
+		return c.PowerOff(ctx, name)
+	case "power-on":
+		return c.PowerOn(ctx, name)
+	case "restart-kubelet":
+		return c.RestartKubelet(name)
+	case "restart":
+		if err := c.StopPart(name); err != nil {
+			return err
+		}
+		return c.StartPart(ctx, name)
+	case "cut":
+		_, err := c.Cut(ctx, name)
+		return err
+	default:
+		return c.Mend(ctx, name)
 	}
 }
