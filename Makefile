@@ -109,6 +109,12 @@ test-cluster: ## tests what runs on the cluster that make cluster brought up; CL
 	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
 	@go test -tags realcluster -count=1 -timeout 30m -exec '$(CURDIR)/bin/pw-cluster outside' $(CLUSTER_TESTS) ./test/realcluster/e2e
 
+.PHONY: test-all
+test-all: root deps build image ## make test, then the tests of clusters that it brings up for that and takes down
+	@go build -o bin/testsum ./tools/testsum
+	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
+	@tools/test-all.sh
+
 .PHONY: cluster-down
 cluster-down: root ## removes what make cluster brought up, but for its cache
 	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster

@@ -39,10 +39,10 @@ func (c Config) Check(ctx context.Context) (err error) {
 	defer func() {
 		ctx := context.WithoutCancel(ctx)
 		if err != nil {
-			for _, args := range []string{"get nodes -o wide", "get pods -A -o wide", "get events -n " + ns} {
+			for _, args := range []string{"get pods -o wide", "get service,endpointslices", "get events"} {
 				var out bytes.Buffer
-				_ = c.Kubectl(ctx, nil, &out, strings.Fields(args)...)
-				c.Out("kubectl %s\n%s", args, out.String())
+				err := c.Kubectl(ctx, nil, &out, append([]string{"-n", ns}, strings.Fields(args)...)...)
+				c.Out("# kubectl %s (%v)\n%s", args, err, out.String())
 			}
 		}
 		err = errors.Join(err, c.Kubectl(ctx, nil, io.Discard, "delete", "namespace", ns, "--wait=false"))

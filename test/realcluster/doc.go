@@ -5,6 +5,7 @@
 //
 //	pw-cluster up      make cluster
 //	pw-cluster check
+//	pw-cluster describe
 //	pw-cluster down    make cluster-down
 //	pw-cluster in n1 CMD...
 //	pw-cluster outside CMD...
