@@ -14,8 +14,6 @@ import (
 	"slices"
 	"strings"
 	"time"
-
-	"golang.org/x/sys/unix"
 )
 
 // binary is a program to build.
@@ -102,9 +100,12 @@ func (c Config) Build(ctx context.Context, names ...string) error {
 	if err := os.MkdirAll(filepath.Join(c.Cache, "bin"), 0o755); err != nil {
 		return err
 	}
-	unlock, err := c.lockCache(ctx)
+	// All of it may be built there first, on a machine that is slow.
+	unlock, err := lockFile(ctx, filepath.Join(c.Cache, "lock"), 2*time.Hour, func() {
+		c.Out("waiting for another pw-cluster that builds into %s", c.Cache)
+	})
 	if err != nil {
-		return err
+		return fmt.Errorf("lock the cache %s: %w", c.Cache, err)
 	}
 	defer unlock()
 	for _, b := range known {
@@ -144,25 +145,4 @@ func (c Config) Build(ctx context.Context, names ...string) error {
 		c.Out("built %s in %.0f s", b.name, time.Since(begin).Seconds())
 	}
 	return nil
-}
-
-// lockCache waits for those who build into the same cache.
-func (c Config) lockCache(ctx context.Context) (unlock func(), err error) {
-	f, err := os.OpenFile(filepath.Join(c.Cache, "lock"), os.O_CREATE|os.O_RDWR, 0o600)
-	if err != nil {
-		return nil, err
-	}
-	flock := func() error { return unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) }
-	err = flock()
-	if errors.Is(err, unix.EWOULDBLOCK) {
-		c.Out("waiting for another pw-cluster that builds into %s", c.Cache)
-		for errors.Is(err, unix.EWOULDBLOCK) && ctx.Err() == nil {
-			time.Sleep(200 * time.Millisecond)
-			err = flock()
-		}
-	}
-	if err = errors.Join(err, context.Cause(ctx)); err != nil {
-		return nil, errors.Join(fmt.Errorf("lock the cache %s: %w", c.Cache, err), f.Close())
-	}
-	return func() { _ = f.Close() }, nil
 }

@@ -27,7 +27,7 @@ func (c Config) Up(ctx context.Context) error {
 	if err := c.check(); err != nil {
 		return err
 	}
-	unlock, err := c.lock()
+	unlock, err := c.lock(ctx, 0)
 	if err != nil {
 		return err
 	}
@@ -147,7 +147,8 @@ func (c Config) Down(ctx context.Context) error {
 	if os.Geteuid() != 0 {
 		return errors.New("this needs root: namespaces and cgroups are removed")
 	}
-	unlock, err := c.lock()
+	// An up that was just told to end needs a moment for it.
+	unlock, err := c.lock(ctx, time.Minute)
 	if err != nil {
 		return err
 	}
@@ -211,17 +212,33 @@ func (c Config) check() error {
 	return err
 }
 
-// lock keeps a second call out.
-func (c Config) lock() (unlock func(), err error) {
+// lock keeps a second call out, which waits for so long.
+func (c Config) lock(ctx context.Context, patience time.Duration) (unlock func(), err error) {
 	if err := os.MkdirAll(c.State, 0o700); err != nil {
 		return nil, err
 	}
-	f, err := os.OpenFile(filepath.Join(c.State, "lock"), os.O_CREATE|os.O_RDWR|unix.O_CLOEXEC, 0o600)
+	unlock, err = lockFile(ctx, filepath.Join(c.State, "lock"), patience, func() {})
+	if err != nil {
+		return nil, fmt.Errorf("another pw-cluster is at work on %s: %w", c.State, err)
+	}
+	return unlock, nil
+}
+
+// lockFile locks a file that is made for it; if somebody else has it, it calls
+// waiting and then waits for so long.
+func lockFile(ctx context.Context, file string, patience time.Duration, waiting func()) (unlock func(), err error) {
+	f, err := os.OpenFile(file, os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
 		return nil, err
 	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return nil, errors.Join(fmt.Errorf("another pw-cluster is at work on %s: %w", c.State, err), f.Close())
+	flock := func() error { return unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) }
+	err = flock()
+	if errors.Is(err, unix.EWOULDBLOCK) && patience > 0 {
+		waiting()
+		err = until(ctx, file, "", "", patience, flock)
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
 	}
 	return func() { _ = f.Close() }, nil
 }
