@@ -106,7 +106,9 @@ func detachBelow(dir string) error {
 	slices.Reverse(lines)
 	for _, l := range lines {
 		if f := strings.Fields(l); len(f) > 4 && strings.HasPrefix(f[4], dir) {
-			if err := unix.Unmount(f[4], unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) {
+			// Gone with its folder, or hidden by another mount.
+			gone := func(err error) bool { return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOENT) }
+			if err := unix.Unmount(f[4], unix.MNT_DETACH); err != nil && !gone(err) {
 				return fmt.Errorf("unmount %s: %w", f[4], err)
 			}
 		}
