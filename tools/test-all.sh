@@ -46,7 +46,7 @@ bin/testsum \
 	-check 'cluster with kube-proxy, nftables=tools/test-all.sh peer kube-proxy-nftables bridge-vxlan' \
 	-check 'cluster with kube-proxy, iptables=tools/test-all.sh peer kube-proxy-iptables bridge' \
 	-check 'cluster with podweir=tools/test-all.sh up' -- \
-	-tags realcluster -count=1 -timeout 45m -exec "$PWD/bin/pw-cluster outside" ${CLUSTER_TESTS:-} ./test/realcluster/e2e |
+	-tags realcluster -count=1 -timeout 45m -parallel 64 -exec "$PWD/bin/pw-cluster outside" ${CLUSTER_TESTS:-} ./test/realcluster/e2e |
 	tee -a "$sums" || { status=1; bin/pw-cluster describe; }
 
 awk '/^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$/ { passed += $1; failed += $3; skipped += $5; sums++ }

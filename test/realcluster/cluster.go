@@ -36,6 +36,13 @@ func (c Config) Up(ctx context.Context) error {
 		c.Out("%s is up already, with %v. %s", c.title(), c.settings(), c.hint())
 		return nil
 	}
+	if err := c.bringUp(ctx); err != nil {
+		return fmt.Errorf("%w\n%s is not up: pw-cluster describe shows its logs, up goes on, down removes what there is", err, c.title())
+	}
+	return nil
+}
+
+func (c Config) bringUp(ctx context.Context) error {
 	if err := c.settings().write(c.settingsFile()); err != nil {
 		return err
 	}
