@@ -97,10 +97,10 @@ demo-down: root ## removes what demo-keep left
 	@bin/pw-demo down
 
 .PHONY: cluster
-cluster: root build image ## Kubernetes on this machine, three nodes, podweir on it (as root); the first time builds Kubernetes
+cluster: root build image ## Kubernetes on this machine, three nodes, podweir on it (as root); PROXY=kube-proxy-nftables CNI=bridge for its peers
 	@tools/deps.sh cluster
 	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
-	@bin/pw-cluster up
+	@bin/pw-cluster up -proxy '$(PROXY)' -cni '$(CNI)'
 
 .PHONY: test-chart
 test-chart: ## renders the Helm chart and the kustomize base and compares them
@@ -109,7 +109,14 @@ test-chart: ## renders the Helm chart and the kustomize base and compares them
 .PHONY: test-cluster
 test-cluster: ## tests what runs on the cluster that make cluster brought up; CLUSTER_TESTS='-run Policy'
 	@go vet -tags realcluster ./test/realcluster/...
-	@go test -tags realcluster -count=1 -timeout 30m $(CLUSTER_TESTS) ./test/realcluster/e2e
+	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
+	@go test -tags realcluster -count=1 -timeout 30m -exec '$(CURDIR)/bin/pw-cluster outside' $(CLUSTER_TESTS) ./test/realcluster/e2e
+
+.PHONY: test-all
+test-all: root deps build image ## make test, then the tests of clusters that it brings up for that and takes down
+	@go build -o bin/testsum ./tools/testsum
+	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
+	@tools/test-all.sh
 
 .PHONY: cluster-down
 cluster-down: root ## removes what make cluster brought up, but for its cache
