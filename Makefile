@@ -19,7 +19,7 @@ VERSION ?=
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: deps
 deps: ## installs what is missing (apt, as root)
@@ -43,7 +43,8 @@ build: generate ## builds bin/podweir-agent, bin/podweir-cni, bin/podweir and th
 	@go build -o bin/ ./test/tools/pw-server ./test/tools/pw-client
 	@go build -o bin/pw-demo ./test/demo
 	@go build -o bin/pw-bench-path ./test/bench/path
-	@go build -o bin/pw-bench-scale ./test/bench/scale
+	@go build -o bin/pw-bench-control ./test/bench/control
+	@go build -o bin/pw-bench-programs ./test/bench/programs
 	@clang-19 -O2 -Wall -Wextra -Werror -static -o bin/pw-path-core $(PATH_CORE)
 
 IMAGE ?= podweir:dev
@@ -136,11 +137,18 @@ bench-streams: root deps build ## iperf3 over every mode, offloads on and off: t
 	@command -v iperf3 >/dev/null || DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends iperf3 >/dev/null
 	@bin/pw-bench-path $(BENCH_STREAMS)
 
-BENCH_SCALE ?= --json bin/bench-scale.json
+BENCH_CONTROL ?= --json bin/bench-control.json
 
-.PHONY: bench-scale
-bench-scale: root deps build ## measures the control plane of services, up to 10,000 (as root); BENCH_SCALE='--sizes 1000x4 ...'
-	@bin/pw-bench-scale $(BENCH_SCALE)
+.PHONY: bench-control
+bench-control: root deps build ## the control plane beside the real kube-proxy's, up to 10,000 services (as root); BENCH_CONTROL='--sizes 1000x4 ...'
+	@bin/pw-bench-control $(BENCH_CONTROL)
+
+BENCH_PROGRAMS ?= -benchtime 3x -count 5
+
+.PHONY: bench-programs
+bench-programs: root deps build ## nanoseconds of each program on each path (as root); bin/bench-programs.txt is for benchstat
+	@go test -run '^$$' -bench 'Nothing|Programs|LiveFlows|Many' $(BENCH_PROGRAMS) ./test/packet > bin/bench-programs.txt || { cat bin/bench-programs.txt; exit 1; }
+	@bin/pw-bench-programs --json bin/bench-programs.json < bin/bench-programs.txt
 
 .PHONY: root
 root:

@@ -81,6 +81,10 @@ func Default(tree string) (Config, error) {
 }
 
 func (c Config) bin(name string) string { return filepath.Join(c.Cache, "bin", name) }
+
+// Bin is where a binary that was built is.
+func (c Config) Bin(name string) string { return c.bin(name) }
+
 func (c Config) cp(elem ...string) string {
 	return filepath.Join(append([]string{c.State, "cp"}, elem...)...)
 }
