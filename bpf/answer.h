@@ -330,13 +330,14 @@ static __always_inline int pw_send_back(struct __sk_buff *skb, const struct pw_p
 {
 	__u32 ifindex;
 
+	/* Its own device, where another may be over it. */
+	if (p->hook == PW_FROM_POD) {
+		pw_make_ours(skb);
+		return bpf_redirect_peer(p->from.id, 0);
+	}
 	/* Or clang keeps the field's address, which the verifier refuses. */
 	barrier_var(skb);
 	ifindex = skb->ifindex;
-	if (p->hook == PW_FROM_POD) {
-		pw_make_ours(skb);
-		return bpf_redirect_peer(ifindex, 0);
-	}
 	if (p->hook == PW_FROM_OVERLAY || p->stripped)
 		return pw_send_to_peer(skb, p);
 	skb->mark |= cfg_mark;

@@ -380,6 +380,7 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	if (err)
 		return err;
 	s->fwd.from = p->from;
+	s->fwd.from.flags = 0;
 	s->fwd.verdict = PW_VERDICT_ALLOW;
 	s->fwd.src_gen = s->src.gen;
 	s->fwd.dst_gen = s->dst.gen;

@@ -131,6 +131,7 @@ int fragment(struct __sk_buff *skb)
 		pw_count(PW_FRAGMENT_REASSEMBLY, p.hook, p.v6, skb->len);
 		skb->tc_index = PW_FRAG_TAG;
 		pw_make_ours(skb);
+		pw_stay(skb, &p);
 		return pw_pass(skb, &p);
 	}
 	pw_tell(&p, act);

@@ -155,6 +155,20 @@ struct {
 	__uint(pinning, LIBBPF_PIN_BY_NAME);
 } pw_endpoints SEC(".maps");
 
+/*
+ * Pods' veths with filters of others at their ingress (ifindex) -> the device
+ * that the agent has put over it, and that device -> the veth. See filtered.h.
+ * Full: the pod's packets pass its filters by, which is reported.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 8192);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u32);
+	__type(value, __u32);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_filtered SEC(".maps");
+
 /* Exact addresses: pods of all nodes, nodes, this node's own. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);

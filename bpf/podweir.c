@@ -6,6 +6,8 @@
 #include "from_netdev.c"
 #include "from_overlay.c"
 #include "from_pod.c"
+#include "from_pod_judge.c"
+#include "from_pod_send.c"
 #include "maps.h"
 #include "slow.c"
 #include "sock_connect.c"

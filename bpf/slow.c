@@ -7,6 +7,7 @@
 #include "answer.h"
 #include "decide.h"
 #include "deliver.h"
+#include "filtered.h"
 #include "flow.h"
 #include "follow.h"
 #include "icmp.h"
@@ -143,6 +144,8 @@ static __always_inline int pw_follow_error(struct __sk_buff *skb, struct pw_pkt 
 		return pw_pass(skb, p);
 	if (err)
 		return pw_drop(skb, p, err);
+	if (pw_leave(skb, p, &s->fwd))
+		return PW_NEXT;
 	return pw_act(skb, p, &s->fwd, pw_node_of(&s->fwd));
 }
 
@@ -203,5 +206,7 @@ int slow(struct __sk_buff *skb)
 		if (!pw_takes_tunnel(&s->fwd))
 			return pw_drop(skb, &p, PW_DROP_TOO_BIG);
 	}
+	if (pw_leave(skb, &p, &s->fwd))
+		return PW_NEXT;
 	return pw_act_on(skb, &p, &s->fwd, node, p.kind == PW_KIND_LATER);
 }

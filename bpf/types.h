@@ -159,12 +159,14 @@ enum pw_place_kind {
 /* How a place takes packets. No part of which place it is. */
 enum pw_place_flags {
 	PW_PLACE_QDISC = 1, /* POD: through the qdisc of its veth, see PW_EP_QDISC */
+	PW_PLACE_COVERED = 2, /* POD, of a packet's from: a device may be over its veth */
+	PW_PLACE_FILTERED = 4, /* the same: others' filters come before it is sent on */
 };
 
 struct pw_place {
 	__u32 id;
 	__u8 kind;
-	__u8 flags; /* enum pw_place_flags; of a flow's to alone */
+	__u8 flags; /* enum pw_place_flags; of a flow, in its to alone */
 	__u8 pad[2];
 };
 PW_ASSERT_SIZE(struct pw_place, 8);

@@ -48,6 +48,9 @@ func (a *Agent) round(ctx context.Context) time.Time {
 		a.syncPeers(txn)
 		a.dirty.peers = false
 	}
+	if endpoints || a.dirty.stack || a.dirty.nodes {
+		a.syncFiltered(ctx)
+	}
 	a.tellMTU()
 	if ranges {
 		a.tellRanges()
@@ -212,7 +215,6 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 		a.problems["policy"] = append(a.problems["policy"], table.Problem{Object: pr.Object, Err: pr.Field + ": " + pr.Err})
 	}
 	a.problems["endpoints"] = problems("", w.local.errs...)
-	a.tellBypassed()
 	a.problem("addresses and policy", "", err)
 	a.compileHostPorts()
 }

@@ -57,9 +57,13 @@ func (a *Agent) Status(ctx context.Context) (api.Status, error) {
 		}
 		for _, ep := range a.eps.list() {
 			q := w.qdiscs[ep.HostIfindex]
+			filters, bypassed := q.In, ""
+			if w.bypassed[ep.HostIfindex] != nil {
+				filters, bypassed = "", q.In
+			}
 			s.Devices = append(s.Devices, api.Device{
 				Name: ep.HostIfName, Ifindex: ep.HostIfindex, Role: "pod", MTU: ep.MTU, Addrs: ep.Addrs,
-				Qdisc: q.Out, Bypassed: q.In,
+				Qdisc: q.Out, Filters: filters, Bypassed: bypassed,
 			})
 		}
 		s.MTU, s.MTU6 = w.mtu.Pod, w.mtu.Pod6

@@ -137,8 +137,10 @@ type Device struct {
 	// Qdisc that others have put on a pod's device, or "filters": all that is
 	// sent to the pod goes through it.
 	Qdisc string `json:"qdisc,omitempty"`
-	// Bypassed is what others have put on its ingress: it does not see what
-	// the pod sends to others.
+	// Filters is what others have put on its ingress: all that the pod sends
+	// goes through it.
+	Filters string `json:"filters,omitempty"`
+	// Bypassed is the same where it does not see what the pod sends to others.
 	Bypassed string `json:"bypassed,omitempty"`
 }
 

@@ -42,6 +42,10 @@ func wanted(d api.Device) []string {
 	switch {
 	case d.Name == node.Loopback:
 		return []string{"to_lo"}
+	case d.Role == "pod" && d.Filters != "":
+		return []string{"from_pod_judge", "to_pod"}
+	case d.Role == "pod" && d.Bypassed != "":
+		return []string{"to_pod"} // one of both
 	case d.Role == "pod":
 		return []string{"from_pod", "to_pod"}
 	case d.Role == "overlay":

@@ -120,6 +120,10 @@ func TestChecks(t *testing.T) {
 		}, []string{"fail firewall|protocol 4"}},
 		{"rules that cannot be read", func(h *fakeHost, _ *Facts) { h.errs = []error{errors.New("no nft")} }, []string{"warn firewall|no nft"}},
 		{"passed by", func(_ *fakeHost, f *Facts) { f.Status.Devices[3].Bypassed = "filters" }, []string{"warn qdiscs|" + veth + "|10.244.80.65"}},
+		{"filtered", func(h *fakeHost, f *Facts) {
+			f.Status.Devices[3].Filters, h.programs[9] = "filters", []string{"from_pod_judge", "to_pod"}
+		}, nil},
+		{"filters, and the wrong program", func(_ *fakeHost, f *Facts) { f.Status.Devices[3].Filters = "filters" }, []string{"fail programs|Device " + veth + "|from_pod_judge"}},
 		{"a qdisc", func(_ *fakeHost, f *Facts) { f.Status.Devices[3].Qdisc = "tbf" }, nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -22,6 +22,8 @@ type hook struct {
 
 var (
 	hookFromPod     = hook{program: "from_pod"}
+	hookJudgePod    = hook{program: "from_pod_judge"} // in place of from_pod, see FilterPod
+	hookSendPod     = hook{program: "from_pod_send"}
 	hookToPod       = hook{program: "to_pod", egress: true}
 	hookFromNetdev  = hook{program: "from_netdev"}
 	hookFromOverlay = hook{program: "from_overlay"}
@@ -31,7 +33,7 @@ var (
 )
 
 func allHooks() []hook {
-	return []hook{hookFromPod, hookToPod, hookFromNetdev, hookToNetdev, hookFromOverlay, hookToOverlay, hookToLo}
+	return []hook{hookFromPod, hookJudgePod, hookSendPod, hookToPod, hookFromNetdev, hookToNetdev, hookFromOverlay, hookToOverlay, hookToLo}
 }
 
 func hookByName(program string) (hook, bool) {
@@ -80,9 +82,16 @@ func (a *attachment) close() error {
 	return a.link.Close()
 }
 
-// AttachPod attaches from_pod and to_pod to a pod's host-side veth.
+// AttachPod attaches from_pod, or what [Datapath.FilterPod] has put in its
+// place, and to_pod to a pod's host-side veth.
 func (d *Datapath) AttachPod(ctx context.Context, ifindex int, name string) error {
-	return d.attach(ctx, ifindex, name, hookFromPod, hookToPod)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	from := hookFromPod
+	if _, ok := d.attached[hookKey{ifindex, hookJudgePod}]; ok {
+		from = hookJudgePod
+	}
+	return d.attachAll(ctx, ifindex, name, from, hookToPod)
 }
 
 // AttachNetdev attaches from_netdev and to_netdev to a device of the node.
@@ -103,6 +112,10 @@ func (d *Datapath) AttachOverlay(ctx context.Context, ifindex int, name string) 
 func (d *Datapath) attach(ctx context.Context, ifindex int, name string, hooks ...hook) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	return d.attachAll(ctx, ifindex, name, hooks...)
+}
+
+func (d *Datapath) attachAll(ctx context.Context, ifindex int, name string, hooks ...hook) error {
 	for _, h := range hooks {
 		if err := ctx.Err(); err != nil {
 			return fmt.Errorf("attach to device %s: %w", name, err)
@@ -155,6 +168,17 @@ func (d *Datapath) attachOne(key hookKey, name string) error {
 }
 
 func (d *Datapath) attachFilter(a *attachment) error {
+	if a.key.hook == hookFromPod {
+		// Filters outlive the process unknown: what FilterPod has done stays.
+		judge := hookKey{a.key.ifindex, hookJudgePod}
+		is, err := hasFilter(judge)
+		if err != nil {
+			return err
+		}
+		if is {
+			a.key = judge
+		}
+	}
 	if err := replaceFilter(a.key, d.program(a.key.hook)); err != nil {
 		return fmt.Errorf("attach %v: %w", a, err)
 	}
@@ -339,6 +363,10 @@ func (d *Datapath) program(h hook) *ebpf.Program {
 	switch h {
 	case hookFromPod:
 		return d.objs.FromPod
+	case hookJudgePod:
+		return d.objs.FromPodJudge
+	case hookSendPod:
+		return d.objs.FromPodSend
 	case hookToPod:
 		return d.objs.ToPod
 	case hookFromNetdev:

@@ -35,6 +35,7 @@ type Set struct {
 	AffinityIn    Map[AffinityKey, Affinity] // of this node's pods and processes
 	SrcRanges     Map[SrcRangeKey, uint32]
 	DevAddrs      Map[uint32, DevAddrs]
+	Filtered      Map[uint32, uint32]    // a pod's veth -> the device over it, and back
 	SockRev       Map[uint64, SockAsked] // by socket cookie
 	Frags         Map[FragKey, Frag]     // datagrams in fragments
 	Churn         *Churn
@@ -64,6 +65,7 @@ func NewSet(o *bpf.DpMaps) Set {
 		AffinityIn:    Wrap[AffinityKey, Affinity](o.PwAffinityIn, bpf.DpMapPwAffinityIn),
 		SrcRanges:     Wrap[SrcRangeKey, uint32](o.PwSrcRanges, bpf.DpMapPwSrcRanges),
 		DevAddrs:      Wrap[uint32, DevAddrs](o.PwDevAddrs, bpf.DpMapPwDevAddrs),
+		Filtered:      Wrap[uint32, uint32](o.PwFiltered, bpf.DpMapPwFiltered),
 		SockRev:       Wrap[uint64, SockAsked](o.PwSockRev, bpf.DpMapPwSockRev),
 		Frags:         Wrap[FragKey, Frag](o.PwFrags, bpf.DpMapPwFrags),
 		Churn:         NewChurn(o.PwChurn),
@@ -115,6 +117,7 @@ func OpenPinned(dir string, readOnly bool) (Set, error) {
 		{bpf.DpMapPwAffinityIn, &o.PwAffinityIn},
 		{bpf.DpMapPwSrcRanges, &o.PwSrcRanges},
 		{bpf.DpMapPwDevAddrs, &o.PwDevAddrs},
+		{bpf.DpMapPwFiltered, &o.PwFiltered},
 		{bpf.DpMapPwSockRev, &o.PwSockRev},
 		{bpf.DpMapPwFrags, &o.PwFrags},
 		{bpf.DpMapPwChurn, &o.PwChurn},
@@ -159,5 +162,5 @@ func (s Set) Close() error {
 		s.Backends.Close(), s.Endpoints.Close(), s.Addrs.Close(), s.Prefixes.Close(), s.Nodes.Close(),
 		s.NodesV6.Close(), s.NodeIDs.Close(), s.Policy.Close(), s.PortClass.Close(),
 		s.BackendStates.Close(), s.Maglev.Close(), s.Affinity.Close(), s.AffinityIn.Close(), s.SrcRanges.Close(),
-		s.DevAddrs.Close(), s.SockRev.Close(), s.Frags.Close(), s.Churn.Close(), s.Metrics.Close(), s.Events.Close())
+		s.DevAddrs.Close(), s.Filtered.Close(), s.SockRev.Close(), s.Frags.Close(), s.Churn.Close(), s.Metrics.Close(), s.Events.Close())
 }

@@ -94,7 +94,7 @@ type Device struct {
 	Uplink bool
 }
 
-// Devices lists all devices, ordered by index, pods' veths left out.
+// Devices lists all devices, ordered by index, pods' veths and what is over them left out.
 func (m *Manager) Devices() ([]Device, error) {
 	links, err := m.nl.LinkList()
 	if err != nil {
@@ -105,7 +105,7 @@ func (m *Manager) Devices() ([]Device, error) {
 	var out []*Device
 	for _, l := range links {
 		a := l.Attrs()
-		if IsHostVeth(a.Name) {
+		if IsHostVeth(a.Name) || IsCover(a.Name) {
 			continue
 		}
 		d := &Device{Index: a.Index, Name: a.Name, MTU: a.MTU, Up: a.RawFlags&unix.IFF_UP != 0}

@@ -441,31 +441,34 @@ func TestFuzz(t *testing.T) {
 func (w *world) fuzzHooks(t *testing.T, ways func(), expected ...reason) {
 	total := make(map[reason]uint64)
 	for _, h := range allHooks() {
-		t.Run(maps.HookName(h), func(t *testing.T) {
-			w.t = t
-			for _, hostile := range []bool{false, true} {
-				w.fill()
-				ways()
-				w.firsts, w.queue, w.live = make(map[datagramKey]int), nil, nil
-				w.live = w.liven()[h]
-				r := rand.New(rand.NewPCG(*fuzzSeed, uint64(h)))
-				n := *fuzzPackets
-				if hostile {
-					n /= 3
-				}
-				for i := range n {
-					if hostile && i%50 == 0 {
-						w.poison(r)
-					}
-					w.fuzz(r, h, i, hostile, total)
-				}
-			}
-		})
+		t.Run(maps.HookName(h), func(t *testing.T) { w.fuzzHook(t, ways, h, total) })
 	}
 	t.Logf("seed %d: %d reasons were seen", *fuzzSeed, len(total))
 	for _, why := range expected {
 		if total[why] == 0 && !t.Failed() && *fuzzPackets >= 1000 {
 			t.Errorf("no packet of them all was counted as %s", maps.ReasonName(why))
+		}
+	}
+}
+
+// fuzzHook does so at one, and adds to total what was counted.
+func (w *world) fuzzHook(t *testing.T, ways func(), h hook, total map[reason]uint64) {
+	w.t = t
+	for _, hostile := range []bool{false, true} {
+		w.fill()
+		ways()
+		w.firsts, w.queue, w.live = make(map[datagramKey]int), nil, nil
+		w.live = w.liven()[h]
+		r := rand.New(rand.NewPCG(*fuzzSeed, uint64(h)))
+		n := *fuzzPackets
+		if hostile {
+			n /= 3
+		}
+		for i := range n {
+			if hostile && i%50 == 0 {
+				w.poison(r)
+			}
+			w.fuzz(r, h, i, hostile, total)
 		}
 	}
 }

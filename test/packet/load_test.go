@@ -14,7 +14,7 @@ func TestAllProgramsLoad(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	programs := map[string]*ebpf.Program{"slow": d.objs.Slow}
+	programs := map[string]*ebpf.Program{"slow": d.objs.Slow, "from_pod_judge": d.objs.FromPodJudge, "from_pod_send": d.objs.FromPodSend}
 	for _, h := range hooks() {
 		programs[maps.HookName(h)] = d.program(h)
 	}

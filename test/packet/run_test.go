@@ -167,11 +167,15 @@ func (w *world) run(s shot) *result {
 
 func (w *world) fire(s shot) *result {
 	w.t.Helper()
+	return w.filter(s, w.shoot)
+}
+
+func (w *world) shoot(s shot, p *ebpf.Program) *result {
+	w.t.Helper()
 	s.pkt = append([]byte(nil), s.pkt...)
 	if !s.other && len(s.pkt) >= 6 {
 		copy(s.pkt, w.devs[s.dev].mac)
 	}
-	p := w.program(s.hook)
 	if s.hook == fromOverlay && s.tunnel != (tunnelKey{}) {
 		var err error
 		if p, err = w.gate(s.tunnel); err != nil {
