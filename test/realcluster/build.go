@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"time"
 )
@@ -31,6 +32,7 @@ func binaries() []binary {
 		{"kube-controller-manager", "kubernetes", k8s + "kube-controller-manager", true},
 		{"kube-scheduler", "kubernetes", k8s + "kube-scheduler", true},
 		{"kubelet", "kubernetes", k8s + "kubelet", true},
+		{"kube-proxy", "kubernetes", k8s + "kube-proxy", true},
 		{"kubectl", "kubernetes", k8s + "kubectl", true},
 		{"etcd", "etcd", "go.etcd.io/etcd/server/v3", false},
 		{"coredns", "coredns", ".", false},
@@ -73,12 +75,21 @@ func (b binary) stamp(dir string) (string, error) {
 	return hex.EncodeToString(h.Sum(nil)), nil
 }
 
-// Build builds what the cache lacks.
-func (c Config) Build(ctx context.Context) error {
+// Build builds what the cache lacks: of all binaries, or of those named.
+func (c Config) Build(ctx context.Context, names ...string) error {
 	if err := os.MkdirAll(filepath.Join(c.Cache, "bin"), 0o755); err != nil {
 		return err
 	}
-	for _, b := range binaries() {
+	known := binaries()
+	for _, name := range names {
+		if !slices.ContainsFunc(known, func(b binary) bool { return b.name == name }) {
+			return fmt.Errorf("build %s: no binary of a cluster", name)
+		}
+	}
+	for _, b := range known {
+		if len(names) > 0 && !slices.Contains(names, b.name) {
+			continue
+		}
 		dir := filepath.Join(c.Tree, "test", "realcluster", "modules", b.module)
 		stamp, err := b.stamp(dir)
 		if err != nil {
