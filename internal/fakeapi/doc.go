@@ -8,8 +8,10 @@
 //     gets the next resource version. There is no validation and no
 //     defaulting.
 //   - List, watch, bookmarks at the end of initial events (WatchList) and
-//     410 Gone behave as in Kubernetes. Limits are ignored: a list is whole,
-//     unless a test wants it in two parts.
+//     410 Gone behave as in Kubernetes, of all objects or of those that one of
+//     the field selectors of the kubelet's and kube-proxy's names. Label
+//     selectors and limits are ignored: a list is whole, unless a test wants
+//     it in two parts. A get is answered for objects without a namespace.
 //   - Trouble is made on purpose only: lists and watches held back, watches
 //     cut, history forgotten, kinds missing, the whole server gone from an
 //     address. Requests can be awaited, so that a test never sleeps.

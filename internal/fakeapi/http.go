@@ -4,12 +4,14 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"net/url"
 	"slices"
 	"strconv"
 	"strings"
 
 	"maps"
 
+	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -26,24 +28,57 @@ func (r *resource) gvk() schema.GroupVersionKind {
 }
 
 // find takes the resource out of a path such as /api/v1/pods or
-// /apis/discovery.k8s.io/v1/endpointslices.
-func (s *Server) find(path string) (string, *resource) {
+// /apis/discovery.k8s.io/v1/endpointslices. Behind it there may be the name of
+// one object without a namespace.
+func (s *Server) find(path string) (name string, r *resource, object string) {
 	for name, r := range s.resources {
 		prefix := "/apis/" + r.apiVersion + "/"
 		if !strings.Contains(r.apiVersion, "/") {
 			prefix = "/api/" + r.apiVersion + "/"
 		}
-		if path == prefix+name {
-			return name, r
+		rest, ok := strings.CutPrefix(path, prefix+name)
+		if ok && rest == "" {
+			return name, r, ""
+		}
+		if object, ok := strings.CutPrefix(rest, "/"); ok && object != "" && !strings.Contains(object, "/") {
+			return name, r, object
 		}
 	}
-	return "", nil
+	return "", nil, ""
 }
 
-// ServeHTTP answers lists and watches over all namespaces.
+// A selector tells which objects a request is about. What it looks at never
+// changes in an object, so that none comes or goes by a change.
+type selector func(Object) bool
+
+// selectorOf reads a field selector. Those served are what clients ask for.
+func selectorOf(q url.Values) (selector, error) {
+	text := q.Get("fieldSelector")
+	name, byName := strings.CutPrefix(text, "metadata.name=")
+	switch {
+	case text == "":
+		return func(Object) bool { return true }, nil
+	case byName && name != "" && !strings.ContainsAny(name, ",=!"):
+		return func(o Object) bool { return o.GetName() == name }, nil
+	case text == "spec.clusterIP!=None":
+		return func(o Object) bool {
+			svc, ok := o.(*corev1.Service)
+			return ok && svc.Spec.ClusterIP != corev1.ClusterIPNone
+		}, nil
+	}
+	return nil, fmt.Errorf("field selector %q: metadata.name=NAME and spec.clusterIP!=None are served", text)
+}
+
+// ServeHTTP answers lists and watches over all namespaces, and gets of single
+// objects that are in none.
 func (s *Server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
-	name, r := s.find(req.URL.Path)
+	name, r, object := s.find(req.URL.Path)
 	q := req.URL.Query()
+	selected, err := selectorOf(q)
+	if err != nil {
+		fmtStatus(w, apierrors.NewBadRequest(err.Error()))
+		return
+	}
 	isWatch := q.Get("watch") == "true" || q.Get("watch") == "1"
 	initial := isWatch && q.Get("sendInitialEvents") == "true"
 
@@ -72,10 +107,12 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		fmtStatus(w, apierrors.NewForbidden(schema.GroupResource{Resource: name}, "", fmt.Errorf("not allowed")))
 	case fail != 0:
 		fmtStatus(w, apierrors.NewGenericServerResponse(fail, "get", schema.GroupResource{Resource: name}, "", "told to fail", 0, true))
+	case object != "":
+		s.get(w, req, r, name, object)
 	case isWatch:
-		s.watch(w, req, r, initial)
+		s.watch(w, req, r, initial, selected)
 	default:
-		s.list(w, req, r)
+		s.list(w, req, r, selected)
 	}
 }
 
@@ -106,17 +143,39 @@ func fmtStatus(w http.ResponseWriter, err *apierrors.StatusError) {
 	_ = json.NewEncoder(w).Encode(st) // the client may have gone
 }
 
-func (r *resource) snapshot() []*served {
+// snapshot has all objects that are selected.
+func (r *resource) snapshot(selected selector) []*served {
 	out := make([]*served, 0, len(r.objects))
 	for _, key := range slices.Sorted(maps.Keys(r.objects)) {
-		out = append(out, r.objects[key])
+		if o := r.objects[key]; selected(o.obj) {
+			out = append(out, o)
+		}
 	}
 	return out
 }
 
+// get answers with one object.
+func (s *Server) get(w http.ResponseWriter, req *http.Request, r *resource, resource, name string) {
+	s.mu.Lock()
+	f := formatOf(req, s.protobuf && !r.custom)
+	o := r.objects["/"+name]
+	s.mu.Unlock()
+	if o == nil {
+		fmtStatus(w, apierrors.NewNotFound(schema.GroupResource{Resource: resource}, name))
+		return
+	}
+	body, err := o.encoded(f)
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	w.Header().Set("Content-Type", f.contentType)
+	_, _ = w.Write(body) // the client may have gone
+}
+
 // list answers with all objects, or with a first page if the rest is held.
 // Nothing may change between two pages.
-func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource) {
+func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource, selected selector) {
 	first := 0
 	if from := req.URL.Query().Get("continue"); from != "" {
 		if !s.wait(req, func() bool { return r.part > 0 }) {
@@ -131,7 +190,7 @@ func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource) {
 	s.mu.Lock()
 	f := formatOf(req, s.protobuf && !r.custom)
 	meta := metav1.ListMeta{ResourceVersion: strconv.FormatUint(s.version, 10)}
-	objs := r.snapshot()[first:]
+	objs := r.snapshot(selected)[first:]
 	part := first == 0 && r.part > 0 && r.part < len(objs)
 	if part {
 		objs = objs[:r.part]
@@ -154,7 +213,7 @@ func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource) {
 	})
 }
 
-func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, initial bool) {
+func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, initial bool, selected selector) {
 	q := req.URL.Query()
 	rv := q.Get("resourceVersion")
 
@@ -168,7 +227,7 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 	from := s.version
 	var first []event
 	if initial || rv == "" || rv == "0" {
-		for _, o := range r.snapshot() {
+		for _, o := range r.snapshot(selected) {
 			first = append(first, event{0, watch.Added, o})
 		}
 		if initial && q.Get("allowWatchBookmarks") == "true" {
@@ -243,6 +302,7 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 			}
 			events = slices.Clone(r.log[at:])
 		}
+		events = slices.DeleteFunc(events, func(e event) bool { return !selected(e.obj.obj) })
 		changed := s.changed
 		s.mu.Unlock()
 		if gone {

@@ -61,6 +61,10 @@ func Default(tree string) (Config, error) {
 }
 
 func (c Config) bin(name string) string { return filepath.Join(c.Cache, "bin", name) }
+
+// Binary is where [Config.Build] leaves a program.
+func (c Config) Binary(name string) string { return c.bin(name) }
+
 func (c Config) cp(elem ...string) string {
 	return filepath.Join(append([]string{c.State, "cp"}, elem...)...)
 }

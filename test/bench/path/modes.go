@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"net/netip"
 	"os/exec"
 	"path/filepath"
 	"strconv"
@@ -29,6 +30,8 @@ type mode struct {
 	ipip     bool     // IPv4 in IPv4
 	agent    []string // flags
 	bin      string   // folder of the programs, "" is this build's
+	entry    bool     // to or from outside the cluster, by as many nodes
+	nodes    int
 }
 
 // baseline is the mode that all are compared with.
@@ -90,6 +93,38 @@ type sample struct {
 	P25        float64 `json:"p25"`
 	P50        float64 `json:"p50"`
 	P75        float64 `json:"p75"`
+	P99        float64 `json:"p99"`
+	CPU        float64 `json:"cpu"` // of an operation
+}
+
+// conversation is between whom pw-path-core measures.
+type conversation struct {
+	client, server *cluster.Netns
+	target         netip.Addr
+	port, listen   int
+	firstPort      int // of the client
+}
+
+// runCore measures a workload on a CPU; a server that is a process of its own
+// has another.
+func runCore(ctx context.Context, w string, count int, c conversation, cpu, serverCPU int) (s sample, err error) {
+	bin, err := cluster.BinDir()
+	if err != nil {
+		return s, err
+	}
+	cmd := exec.CommandContext(ctx, filepath.Join(bin, "pw-path-core"), w,
+		c.client.Path(), c.server.Path(), c.target.String(), strconv.Itoa(c.port),
+		strconv.Itoa(c.listen), strconv.Itoa(c.firstPort), strconv.Itoa(cpu), strconv.Itoa(count), strconv.Itoa(serverCPU))
+	var stderr strings.Builder
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		return s, fmt.Errorf("%w: %s", err, strings.TrimSpace(stderr.String()))
+	}
+	if err := json.Unmarshal(out, &s); err != nil {
+		return s, fmt.Errorf("pw-path-core said %q: %w", out, err)
+	}
+	return s, nil
 }
 
 // measure runs one workload in one mode and checks which way it took.
@@ -100,22 +135,13 @@ func (b *bench) measure(ctx context.Context, m mode, w workload) (s sample, err 
 	if err != nil {
 		return s, err
 	}
-	bin, err := cluster.BinDir()
+	count := max(1, int(float64(w.count)*b.o.scale))
+	s, err = runCore(ctx, w.name, count, conversation{
+		client: t.pods["client"].Netns, server: t.pods[m.server].Netns,
+		target: target, port: port, listen: listenPort, firstPort: t.ports(count),
+	}, b.o.cpu, b.o.cpu)
 	if err != nil {
 		return s, err
-	}
-	count := max(1, int(float64(w.count)*b.o.scale))
-	cmd := exec.CommandContext(ctx, filepath.Join(bin, "pw-path-core"), w.name,
-		t.pods["client"].Path(), t.pods[m.server].Path(), target.String(), strconv.Itoa(port),
-		strconv.Itoa(listenPort), strconv.Itoa(t.ports(count)), strconv.Itoa(b.o.cpu), strconv.Itoa(count))
-	var stderr strings.Builder
-	cmd.Stderr = &stderr
-	out, err := cmd.Output()
-	if err != nil {
-		return s, fmt.Errorf("%w: %s", err, strings.TrimSpace(stderr.String()))
-	}
-	if err := json.Unmarshal(out, &s); err != nil {
-		return s, fmt.Errorf("pw-path-core said %q: %w", out, err)
 	}
 	after, err := t.counters()
 	if err != nil {

@@ -1,0 +1,494 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/podweir/podweir/internal/fakeapi"
+	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/test/cluster"
+)
+
+// outside is the host that is no node, in clusters of three nodes.
+var outside = netip.MustParseAddr("172.31.0.1")
+
+const (
+	apiPort  = 16443 // of the API server, in every node's namespace
+	podRange = "10.244.0.0/16"
+	// refill is how old live flows may be: a tenth of the time they have.
+	refill = 15 * time.Second
+)
+
+// A world is a setup's topology, an API server that tells agents and proxies
+// what there is, and what keeps them.
+type world struct {
+	*topology
+	setup   setup
+	three   bool
+	api     *fakeapi.Server
+	serving []*http.Server
+	config  string // kubeconfig
+	proxies map[string]*cluster.Process
+	filled  time.Time
+}
+
+func threeNodes() []cluster.NodeConfig {
+	return append(cluster.DefaultNodes(), cluster.NodeConfig{
+		Name:     "node-c",
+		Addrs:    []netip.Prefix{netip.MustParsePrefix("172.31.0.4/24"), netip.MustParsePrefix("fd00:172:31::4/64")},
+		PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.200.0/24"), netip.MustParsePrefix("fd00:10:244:c8::/64")},
+	})
+}
+
+// buildWorld makes a setup's topology and waits until it works as it should.
+// What it returns has to be closed, with an error, too.
+func buildWorld(ctx context.Context, s setup, three bool, kubeProxy string) (_ *world, err error) {
+	w := &world{setup: s, three: three, proxies: map[string]*cluster.Process{}}
+	cfg := cluster.Config{Label: "bench " + s.label(), Wire: !three, LogLevel: "warn", AgentArgs: s.agent}
+	if three {
+		cfg.Nodes = threeNodes()
+	}
+	if cfg.Kubeconfig, err = writeKubeconfig(); err != nil {
+		return nil, err
+	}
+	w.config = cfg.Kubeconfig
+	c, err := cluster.New(ctx, cfg)
+	if err != nil {
+		return w, err
+	}
+	w.topology = newTopology(c)
+	if three {
+		if err := calmSwitch(ctx, c); err != nil {
+			return w, err
+		}
+	}
+	if err := w.serve(c.Nodes); err != nil {
+		return w, err
+	}
+	var nodes []*corev1.Node
+	for _, n := range c.Nodes {
+		nodes = append(nodes, n.Object())
+	}
+	objs, err := objects(s, three, nodes)
+	if err != nil {
+		return w, err
+	}
+	w.remember(objs)
+	if err := put(w.api, objs); err != nil {
+		return w, err
+	}
+	switch {
+	case s.podweir:
+		if err = w.agents(ctx, objs); err == nil {
+			err = w.awaitServices()
+		}
+	case s.proxy != "":
+		if err = w.plugKernel(s.tunnel); err == nil {
+			err = w.startProxies(ctx, kubeProxy)
+		}
+	default:
+		if err = w.plugKernel(s.tunnel); err == nil && three {
+			err = w.floorRoutes(s.tunnel)
+		}
+	}
+	if err == nil {
+		err = w.checkRules(ctx)
+	}
+	return w, err
+}
+
+// close ends everything, and says what programs had to complain about if the
+// error is not nil.
+func (w *world) close() error {
+	var errs []error
+	// First who calls the API server, which waits for the end of calls.
+	if w.topology != nil {
+		errs = append(errs, w.topology.close())
+	}
+	for _, s := range w.serving {
+		errs = append(errs, s.Close())
+	}
+	if w.api != nil {
+		w.api.Close()
+	}
+	return errors.Join(append(errs, os.Remove(w.config))...)
+}
+
+func writeKubeconfig() (string, error) {
+	f, err := os.CreateTemp("", "pw-bench-*.kubeconfig")
+	if err != nil {
+		return "", err
+	}
+	_, err = fmt.Fprintf(f, `apiVersion: v1
+kind: Config
+clusters: [{name: bench, cluster: {server: "http://127.0.0.1:%d"}}]
+users: [{name: bench}]
+contexts: [{name: bench, context: {cluster: bench, user: bench}}]
+current-context: bench
+`, apiPort)
+	return f.Name(), errors.Join(err, f.Close())
+}
+
+// serve has the API server answer inside every node.
+func (w *world) serve(nodes []*cluster.Node) error {
+	for i, n := range nodes {
+		var l net.Listener
+		err := n.Do(func() (err error) {
+			l, err = net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(apiPort)))
+			return err
+		})
+		if err != nil {
+			return fmt.Errorf("API server in %s: %w", n.NodeName, err)
+		}
+		if i == 0 {
+			w.api = fakeapi.Start(l)
+			continue
+		}
+		s := &http.Server{Handler: w.api}
+		w.serving = append(w.serving, s)
+		go func() { _ = s.Serve(l) }() // until it is closed
+	}
+	return nil
+}
+
+// calmSwitch has the switch learn where hosts are and takes the tap away:
+// frames for others would cost what they do on no switch.
+func calmSwitch(ctx context.Context, c *cluster.Cluster) error {
+	if _, err := c.Switch.Exec(ctx, "ip", "link", "delete", "tap0"); err != nil {
+		return err
+	}
+	if _, err := c.Switch.Exec(ctx, "ip", "link", "set", "br0", "type", "bridge", "ageing_time", "360000"); err != nil {
+		return err
+	}
+	all, err := links(c.Switch)
+	if err != nil {
+		return err
+	}
+	h, ns, err := handle(c.Switch)
+	if err != nil {
+		return err
+	}
+	defer ns.Close()
+	defer h.Close()
+	for _, l := range all {
+		if l.Type() == "veth" {
+			if err := h.LinkSetLearning(l, true); err != nil {
+				return fmt.Errorf("port %s of the switch: %w", l.Attrs().Name, err)
+			}
+		}
+	}
+	return nil
+}
+
+// floorRoutes lead between outside and pods the way that the others take: to
+// a pod through the node that is called, answers by the same node.
+func (w *world) floorRoutes(tunnel bool) error {
+	h, ns, err := handle(w.c.Ext)
+	if err != nil {
+		return err
+	}
+	defer ns.Close()
+	defer h.Close()
+	eth0, err := h.LinkByName("eth0")
+	if err != nil {
+		return err
+	}
+	a, b, c := w.c.Node("node-a"), w.c.Node("node-b"), w.c.Node("node-c")
+	err = errors.Join(
+		routeVia(h, eth0.Attrs().Index, a.Config.PodCIDRs[0], c.Config.Addrs[0].Addr()),
+		routeVia(h, eth0.Attrs().Index, b.Config.PodCIDRs[0], b.Config.Addrs[0].Addr()),
+	)
+	if err != nil || !tunnel {
+		return err
+	}
+	ah, ans, err := handle(a.Netns)
+	if err != nil {
+		return err
+	}
+	defer ans.Close()
+	defer ah.Close()
+	vx, err := ah.LinkByName(vxlanName)
+	if err != nil {
+		return err
+	}
+	return routeVia(ah, vx.Attrs().Index, netip.PrefixFrom(outside, outside.BitLen()), vtep(3, false))
+}
+
+// awaitServices: agents are ready when the first round is done, which has all
+// services that there were.
+func (w *world) awaitServices() error {
+	for node, set := range w.maps {
+		n := 0
+		all, err := set.Services.Dump()
+		if err != nil {
+			return fmt.Errorf("%s: %w", node, err)
+		}
+		for _, v := range all {
+			if v.Count > 0 {
+				n++
+			}
+		}
+		if n < w.setup.services {
+			return fmt.Errorf("%s: the agent is ready with %d of %d services", node, n, w.setup.services)
+		}
+	}
+	return nil
+}
+
+// startProxies runs kube-proxy on every node, and a rule that masquerades what
+// pods send out of the cluster, as network plugins add it.
+func (w *world) startProxies(ctx context.Context, program string) error {
+	for _, n := range w.c.Nodes {
+		// It lives as long as the cluster, not as this context.
+		p, err := n.Start(context.WithoutCancel(ctx), program,
+			"--kubeconfig", w.config, "--hostname-override", n.NodeName,
+			"--proxy-mode", w.setup.proxy, "--cluster-cidr", podRange+",fd00:10:244::/48",
+			"--healthz-bind-address", "127.0.0.1:10256", "--metrics-bind-address", "127.0.0.1:10249",
+			"--conntrack-max-per-core", "0", "--conntrack-min", "0",
+			"--conntrack-tcp-timeout-established", "0s", "--conntrack-tcp-timeout-close-wait", "0s",
+		)
+		if err != nil {
+			return fmt.Errorf("kube-proxy of %s: %w", n.NodeName, err)
+		}
+		w.proxies[n.NodeName] = p
+		if !w.three {
+			continue
+		}
+		own := n.Config.PodCIDRs[0].String()
+		masquerade := []string{"iptables", "-w", "-t", "nat", "-A", "POSTROUTING", "-s", own, "!", "-d", podRange, "-j", "MASQUERADE"}
+		if w.setup.proxy == "nftables" {
+			masquerade = []string{"nft", fmt.Sprintf("table ip plugin { chain postrouting { type nat hook postrouting priority srcnat; ip saddr %s ip daddr != %s masquerade; }; }", own, podRange)}
+		}
+		if _, err := n.Exec(ctx, masquerade...); err != nil {
+			return err
+		}
+	}
+	for _, n := range w.c.Nodes {
+		if err := w.awaitProxy(ctx, n); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// rules of a node as its kernel has them: the text, and how many lead to
+// cluster IPs.
+func (w *world) rules(ctx context.Context, n *cluster.Node, proxy string) (string, int, error) {
+	args := []string{"iptables-save", "-t", "nat"}
+	if proxy == "nftables" {
+		args = []string{"nft", "list", "map", "ip", "kube-proxy", "service-ips"}
+	}
+	out, err := n.Exec(ctx, args...)
+	return out, countRules(proxy, out), err
+}
+
+// countRules counts what leads to cluster IPs: rules, or elements of the map.
+func countRules(proxy, text string) (n int) {
+	for line := range strings.Lines(text) {
+		switch {
+		case proxy == "nftables":
+			n += strings.Count(line, "10.98.")
+		case strings.HasPrefix(line, "-A KUBE-SERVICES -d 10.98."):
+			n++
+		}
+	}
+	return n
+}
+
+func (w *world) awaitProxy(ctx context.Context, n *cluster.Node) error {
+	p := w.proxies[n.NodeName]
+	// Each further service has one port; those of the manifests two, the remote
+	// one two more.
+	want := w.setup.services - 1 + 6
+	for pause := 50 * time.Millisecond; ; pause = min(2*pause, time.Second) {
+		_, have, err := w.rules(ctx, n, w.setup.proxy)
+		if err == nil && have >= want {
+			return nil
+		}
+		select {
+		case <-time.After(pause):
+		case <-p.Done():
+			return fmt.Errorf("kube-proxy of %s ended:\n%s", n.NodeName, tail(p.Stderr()))
+		case <-ctx.Done():
+			return fmt.Errorf("kube-proxy of %s: %d of %d rules (%v): %w\n%s", n.NodeName, have, want, err, ctx.Err(), tail(p.Stderr()))
+		}
+	}
+}
+
+func tail(text string) string { return text[max(0, len(text)-4096):] }
+
+// checkRules proves that a setup is what it is called: kube-proxy's rules in
+// the kernel, those of the one mode alone, or no rules at all.
+func (w *world) checkRules(ctx context.Context) error {
+	for _, n := range w.c.Nodes {
+		nft, err := n.Exec(ctx, "nft", "list", "tables")
+		if err != nil {
+			return err
+		}
+		own := strings.Contains(nft, "table ip kube-proxy")
+		if own != (w.setup.proxy == "nftables") {
+			return fmt.Errorf("%s, %s: nftables of kube-proxy: %v\n%s", w.setup.label(), n.NodeName, own, nft)
+		}
+		if w.setup.proxy == "" {
+			if nft != "" {
+				return fmt.Errorf("%s, %s: there are tables, nothing should be filtered:\n%s", w.setup.label(), n.NodeName, nft)
+			}
+			continue
+		}
+		text, have, err := w.rules(ctx, n, "iptables")
+		if err != nil {
+			return err
+		}
+		if (have > 0) != (w.setup.proxy == "iptables") {
+			return fmt.Errorf("%s, %s: %d rules of kube-proxy in iptables:\n%s", w.setup.label(), n.NodeName, have, tail(text))
+		}
+	}
+	return nil
+}
+
+// tracked is how many connections a node's kernel keeps.
+func tracked(n *cluster.Node) (count int, err error) {
+	err = n.Do(func() error {
+		data, err := os.ReadFile("/proc/sys/net/netfilter/nf_conntrack_count")
+		if err == nil {
+			count, err = strconv.Atoi(strings.TrimSpace(string(data)))
+		}
+		return err
+	})
+	return count, err
+}
+
+// conversation on a way: whom a client calls to reach the server.
+func (w *world) conversation(y way) (c conversation, err error) {
+	c = conversation{listen: listenPort, port: listenPort}
+	place := func(pod string) *cluster.Netns {
+		if pod == "" {
+			return w.c.Ext
+		}
+		return w.pods[pod].Netns
+	}
+	c.client, c.server = place(y.client), place(y.server)
+	by := y.by
+	if !w.setup.podweir && w.setup.proxy == "" && by != outsideIP {
+		by = podIP // the floor knows nothing else
+	}
+	var target string
+	switch by {
+	case podIP:
+		target = w.objs[y.server].Status.PodIPs[0].IP
+	case clusterIP:
+		target, c.port = w.services[y.server].Spec.ClusterIP, servicePort
+	case nodePort:
+		target, c.port = w.c.Node(y.entry).Config.Addrs[0].Addr().String(), int(w.services[y.server].Spec.Ports[0].NodePort)
+	case outsideIP:
+		target = outside.String()
+	}
+	c.target, err = netip.ParseAddr(target)
+	return c, err
+}
+
+// measure runs one workload on a way and checks that it was the way.
+func (w *world) measure(ctx context.Context, o peerOptions, y way, load workload) (s sample, err error) {
+	c, err := w.conversation(y)
+	if err != nil {
+		return s, err
+	}
+	count := max(1, int(float64(load.count)*o.scale))
+	if w.setup.flows > 1 && w.port < minPort+portsToFill {
+		w.port = minPort + portsToFill
+	}
+	c.firstPort = w.ports(count)
+	if c.firstPort < minPort+portsToFill && w.setup.flows > 1 {
+		w.port = minPort + portsToFill
+		c.firstPort = w.ports(count)
+	}
+	before, err := w.counters()
+	if err != nil {
+		return s, err
+	}
+	if s, err = runCore(ctx, load.name, count, c, o.cpu, o.serverCPU()); err != nil {
+		return s, err
+	}
+	switch {
+	case w.setup.podweir:
+		after, err := w.counters()
+		if err != nil {
+			return s, err
+		}
+		return s, checkWay(w.setup.on(y), load, s.Operations, after.since(before))
+	default:
+		for _, n := range w.c.Nodes {
+			have, err := tracked(n)
+			if err != nil {
+				return s, err
+			}
+			// A node that only others pass by has none.
+			on := y.entry == n.NodeName || y.entry == "" && n == w.pods[y.client].Node
+			if w.setup.proxy == "" && have > 0 || w.setup.proxy != "" && on && have == 0 {
+				return s, fmt.Errorf("%s tracks %d connections", n.NodeName, have)
+			}
+		}
+	}
+	return s, nil
+}
+
+// fill sees to it that as many flows are alive as the setup says. They go to
+// ports of the service that nothing else calls.
+func (w *world) fill(ctx context.Context, o peerOptions) error {
+	if w.setup.flows <= 1 || time.Since(w.filled) < refill {
+		return nil
+	}
+	c, err := w.conversation(wireWays()[2])
+	if err != nil {
+		return err
+	}
+	left := w.setup.flows
+	for i := 0; left > 0; i++ {
+		c.port, c.listen, c.firstPort = fillPort+i, fillListen+i, minPort
+		n := min(left, portsToFill)
+		if _, err := runCore(ctx, "fill", n, c, o.cpu, o.serverCPU()); err != nil {
+			return fmt.Errorf("%d flows: %w", n, err)
+		}
+		left -= n
+	}
+	w.filled = time.Now()
+	return w.checkFilled()
+}
+
+// checkFilled counts them on both nodes. A table that evicts what was unused
+// for longest may have let go of some.
+func (w *world) checkFilled() error {
+	for _, n := range w.c.Nodes {
+		var have int
+		var err error
+		if w.setup.podweir {
+			set := w.maps[n.NodeName]
+			listen := map[uint16]bool{fillListen: true, fillListen + 1: true}
+			err = set.Flows.Each(func(k maps.FlowKey, _ maps.Flow) error {
+				if listen[k.Sport] {
+					have++ // answers: one entry of each flow
+				}
+				return nil
+			})
+		} else {
+			have, err = tracked(n)
+		}
+		if err != nil {
+			return fmt.Errorf("%s: %w", n.NodeName, err)
+		}
+		if have < w.setup.flows*9/10 {
+			return fmt.Errorf("%s has %d of %d flows", n.NodeName, have, w.setup.flows)
+		}
+	}
+	return nil
+}
