@@ -69,7 +69,7 @@ func objects(s setup, three bool, nodes []*corev1.Node) ([]cluster.Object, error
 		objs = append(objs, svc, slice)
 	}
 	for i := range s.policies - 1 {
-		objs = append(objs, furtherPolicy(i))
+		objs = append(objs, furtherPolicies(i)...)
 	}
 	return objs, nil
 }
@@ -177,18 +177,26 @@ func furtherService(i int) (*corev1.Service, *discoveryv1.EndpointSlice) {
 	return svc, slice
 }
 
-// furtherPolicy selects all pods, both ways, and allows a port of its own that
-// nobody calls.
-func furtherPolicy(i int) *networkingv1.NetworkPolicy {
-	peers := []networkingv1.NetworkPolicyPeer{{PodSelector: &metav1.LabelSelector{MatchLabels: map[string]string{"app": "client"}}}}
+// furtherPolicies select one a server, the other a client, and allow ports of
+// their own that nobody calls: each pod has as many policies.
+func furtherPolicies(i int) []cluster.Object {
+	peers := func(app string) []networkingv1.NetworkPolicyPeer {
+		return []networkingv1.NetworkPolicyPeer{{PodSelector: &metav1.LabelSelector{MatchLabels: map[string]string{"app": app}}}}
+	}
 	ports := []networkingv1.NetworkPolicyPort{policyPort(corev1.ProtocolTCP, 20000+i), policyPort(corev1.ProtocolUDP, 20000+i)}
-	return &networkingv1.NetworkPolicy{
-		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: fmt.Sprintf("further-%05d", i)},
-		Spec: networkingv1.NetworkPolicySpec{
-			PolicyTypes: []networkingv1.PolicyType{networkingv1.PolicyTypeIngress, networkingv1.PolicyTypeEgress},
-			Ingress:     []networkingv1.NetworkPolicyIngressRule{{From: peers, Ports: ports}},
-			Egress:      []networkingv1.NetworkPolicyEgressRule{{To: peers, Ports: ports}},
-		},
+	policy := func(app string, spec networkingv1.NetworkPolicySpec) *networkingv1.NetworkPolicy {
+		spec.PodSelector.MatchLabels = map[string]string{"app": app}
+		return &networkingv1.NetworkPolicy{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: fmt.Sprintf("further-%s-%05d", app, i)}, Spec: spec}
+	}
+	return []cluster.Object{
+		policy("server", networkingv1.NetworkPolicySpec{
+			PolicyTypes: []networkingv1.PolicyType{networkingv1.PolicyTypeIngress},
+			Ingress:     []networkingv1.NetworkPolicyIngressRule{{From: peers("client"), Ports: ports}},
+		}),
+		policy("client", networkingv1.NetworkPolicySpec{
+			PolicyTypes: []networkingv1.PolicyType{networkingv1.PolicyTypeEgress},
+			Egress:      []networkingv1.NetworkPolicyEgressRule{{To: peers("server"), Ports: ports}},
+		}),
 	}
 }
 

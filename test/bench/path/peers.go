@@ -18,6 +18,7 @@ import (
 
 // peerOptions are those of "peers".
 type peerOptions struct {
+	builds    int
 	rounds    int
 	scale     float64
 	cpu       int
@@ -28,6 +29,7 @@ type peerOptions struct {
 	services  string
 	policies  string
 	flows     string
+	iptables  string
 	json      string
 	svg       string
 	from      string
@@ -58,7 +60,8 @@ func peerFlags(args []string) (o peerOptions, err error) {
 	for _, w := range append(oneLoads(), twoLoads()...) {
 		loads = append(loads, w.name)
 	}
-	f.IntVar(&o.rounds, "rounds", 7, "how often everything is measured; fewer than 5 are no figures to quote")
+	f.IntVar(&o.builds, "builds", 2, "how often the topologies are built anew: where their memory lies is worth some per cent")
+	f.IntVar(&o.rounds, "rounds", 5, "how often everything is measured per build; fewer than 5 in all are no figures to quote")
 	f.Float64Var(&o.scale, "scale", 1, "length of a measurement, 1 = some 10 ms")
 	f.IntVar(&o.cpu, "cpu", runtime.NumCPU()-1, "CPU that measures; a server that is a process of its own has the one before")
 	f.StringVar(&o.phases, "phases", "", names(phases))
@@ -68,6 +71,7 @@ func peerFlags(args []string) (o peerOptions, err error) {
 	f.StringVar(&o.services, "services", "", "sizes of phase services; default: 1,1000,10000")
 	f.StringVar(&o.policies, "policies", "", "sizes of phase policies; default: 1,1000")
 	f.StringVar(&o.flows, "flows", "", "sizes of phase flows; default: 1,100000")
+	f.StringVar(&o.iptables, "iptables", "legacy", "which iptables kube-proxy finds, legacy or nft: that takes minutes to load 10,000 services")
 	f.StringVar(&o.json, "json", "", "file to write all figures to")
 	f.StringVar(&o.svg, "svg", "", "folder to write a plot of each path to")
 	f.StringVar(&o.from, "from", "", "file of an earlier run to print instead of measuring")
@@ -78,8 +82,11 @@ func peerFlags(args []string) (o peerOptions, err error) {
 	if f.NArg() > 0 {
 		return o, fmt.Errorf("%q is no flag", f.Arg(0))
 	}
-	if o.rounds < 1 || o.scale <= 0 {
-		return o, errors.New("--rounds is at least 1, --scale more than 0")
+	if o.iptables != "legacy" && o.iptables != "nft" {
+		return o, fmt.Errorf("--iptables is legacy or nft, not %q", o.iptables)
+	}
+	if o.builds < 1 || o.rounds < 1 || o.scale <= 0 {
+		return o, errors.New("--builds and --rounds are at least 1, --scale more than 0")
 	}
 	return o, nil
 }
@@ -157,12 +164,12 @@ func measurePeers(ctx context.Context, o peerOptions, phases []phase, out io.Wri
 	if runtime.NumCPU() < 2 || o.cpu < 0 || o.cpu >= runtime.NumCPU() {
 		return nil, fmt.Errorf("--cpu %d of %d: a machine with two CPUs at least is needed, and one that it has", o.cpu, runtime.NumCPU())
 	}
-	program := ""
+	programs := proxyPrograms{iptables: o.iptables}
 	for _, p := range phases {
 		for _, s := range p.setups {
-			if s.proxy != "" && program == "" {
+			if s.proxy != "" && programs.kubeProxy == "" {
 				var err error
-				if program, err = kubeProxy(ctx, out); err != nil {
+				if programs.kubeProxy, err = kubeProxy(ctx, out); err != nil {
 					return nil, err
 				}
 			}
@@ -171,16 +178,18 @@ func measurePeers(ctx context.Context, o peerOptions, phases []phase, out io.Wri
 	res := newPeerResults(ctx, o)
 	for _, p := range phases {
 		start := time.Now()
-		if err := measurePhase(ctx, o, p, program, res, out); err != nil {
-			return nil, fmt.Errorf("%s: %w", p.name, err)
+		for range o.builds {
+			if err := measurePhase(ctx, o, p, programs, res, out); err != nil {
+				return nil, fmt.Errorf("%s: %w", p.name, err)
+			}
 		}
-		fmt.Fprintf(out, "%s: %d rounds in %.0f s\n", p.name, o.rounds, time.Since(start).Seconds())
+		fmt.Fprintf(out, "%s: %d rounds in %.0f s\n", p.name, o.builds*o.rounds, time.Since(start).Seconds())
 	}
 	res.finish()
 	return res, nil
 }
 
-func measurePhase(ctx context.Context, o peerOptions, p phase, program string, res *peerResults, out io.Writer) (err error) {
+func measurePhase(ctx context.Context, o peerOptions, p phase, programs proxyPrograms, res *peerResults, out io.Writer) (err error) {
 	var worlds []*world
 	defer func() {
 		for _, w := range worlds {
@@ -190,7 +199,7 @@ func measurePhase(ctx context.Context, o peerOptions, p phase, program string, r
 	for _, s := range p.setups {
 		up, cancel := context.WithTimeout(ctx, bringUp)
 		start := time.Now()
-		w, err := buildWorld(up, s, p.three, program)
+		w, err := buildWorld(up, s, p.three, programs)
 		cancel()
 		if w != nil {
 			worlds = append(worlds, w)

@@ -24,7 +24,8 @@ type peerResults struct {
 	IPTables  string    `json:"iptables"`
 	NFTables  string    `json:"nftables"`
 	Time      time.Time `json:"time"`
-	Rounds    int       `json:"rounds"`
+	Builds    int       `json:"builds"`
+	Rounds    int       `json:"rounds"` // of each build
 	Scale     float64   `json:"scale"`
 	Measured  int       `json:"measured"` // rounds of one workload on one path
 	Repeated  int       `json:"repeated"` // of them, measured again
@@ -102,8 +103,8 @@ func newPeerResults(ctx context.Context, o peerOptions) *peerResults {
 	}
 	return &peerResults{
 		Schema: schema, Kernel: report.KernelRelease(), CPUs: runtime.NumCPU(), KubeProxy: realcluster.Version,
-		IPTables: version("iptables", "--version"), NFTables: version("nft", "--version"),
-		Time: time.Now().UTC(), Rounds: o.rounds, Scale: o.scale,
+		IPTables: version("xtables-"+o.iptables+"-multi", "iptables", "--version"), NFTables: version("nft", "--version"),
+		Time: time.Now().UTC(), Builds: o.builds, Rounds: o.rounds, Scale: o.scale,
 	}
 }
 

@@ -140,34 +140,52 @@ func rivals(c *cell) []string {
 	return out
 }
 
-// losses are all rows in which podweir is slower than somebody.
+// losses are all rows in which podweir is slower than somebody, by half a per
+// cent or more. Where the better quartile is on the wrong side of 1, too, that
+// is clear; those come first.
 func (r *peerResults) losses() report.Table {
-	t := report.Table{Title: "Where podweir loses", Head: []string{"path", "row", "podweir", "against", "median [quartiles]"}}
+	t := report.Table{Title: "Where podweir loses", Head: []string{"path", "row", "podweir", "against", "median [quartiles]", ""}}
+	var within [][]string
 	for _, c := range r.Cells {
 		if !strings.HasPrefix(c.Mode, "podweir-") {
 			continue
 		}
+		least := 1.005
+		if c.MoreBetter {
+			least = 0.995
+		}
 		for _, rival := range rivals(c) {
 			ratio := c.against(r.cell(c.Phase, c.Path, c.Metric, rival))
-			if ratio != nil && c.worse(ratio.Median, 1) {
-				t.Rows = append(t.Rows, []string{c.Path, c.Metric, c.Setup, rival, ratio.String()})
+			if ratio == nil || !c.worse(ratio.Median, least) {
+				continue
+			}
+			row := []string{c.Path, c.Metric, c.Setup, rival, ratio.String()}
+			better := ratio.Q1
+			if c.MoreBetter {
+				better = ratio.Q3
+			}
+			if c.worse(better, 1) {
+				t.Rows = append(t.Rows, append(row, "clear"))
+			} else {
+				within = append(within, append(row, "within the spread"))
 			}
 		}
 	}
+	t.Rows = append(t.Rows, within...)
 	if len(t.Rows) == 0 {
-		t.Rows = append(t.Rows, []string{"nowhere", "", "", "", ""})
+		t.Rows = append(t.Rows, []string{"nowhere", "", "", "", "", ""})
 	}
 	return t
 }
 
 func (r *peerResults) header() string {
 	few := ""
-	if r.Rounds < 5 {
+	if r.Builds*r.Rounds < 5 {
 		few = " Fewer than 5 rounds: no figures to quote."
 	}
-	return fmt.Sprintf("IPv4, kernel %s, %d CPUs, kube-proxy %s, %s, %s, %d rounds. Ratios to %s = 1.00 in the same round: median [quartiles]; "+
+	return fmt.Sprintf("IPv4, kernel %s, %d CPUs, kube-proxy %s, %s, %s, %d builds of %d rounds. Ratios to %s = 1.00 in the same round: median [quartiles]; "+
 		"lower is better, but for MiB/s. Rows named two-... are of two processes on two CPUs, the others of one thread, whose time is CPU time.%s\n",
-		r.Kernel, r.CPUs, r.KubeProxy, r.IPTables, r.NFTables, r.Rounds, baseline, few)
+		r.Kernel, r.CPUs, r.KubeProxy, r.IPTables, r.NFTables, r.Builds, r.Rounds, baseline, few)
 }
 
 func (r *peerResults) pace(out io.Writer) {
@@ -196,7 +214,7 @@ func (r *peerResults) charts() map[string]report.Chart {
 	for _, g := range r.groups() {
 		c := report.Chart{
 			Title: g.path + ", " + g.title, Axis: "ratio to " + baseline + "; lower is better, but for MiB/s", Line: 1,
-			Note: fmt.Sprintf("medians and quartiles of %d rounds, kernel %s, %d CPUs", r.Rounds, r.Kernel, r.CPUs),
+			Note: fmt.Sprintf("medians and quartiles of %d rounds, kernel %s, %d CPUs", r.Builds*r.Rounds, r.Kernel, r.CPUs),
 		}
 		for _, m := range g.metrics {
 			row := report.Group{Label: m}

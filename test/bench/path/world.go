@@ -8,6 +8,9 @@ import (
 	"net/http"
 	"net/netip"
 	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -29,6 +32,10 @@ const (
 	refill = 15 * time.Second
 )
 
+// proxyPrograms are what kube-proxy needs: itself, and which iptables it is
+// to find, legacy or nft.
+type proxyPrograms struct{ kubeProxy, iptables string }
+
 // A world is a setup's topology, an API server that tells agents and proxies
 // what there is, and what keeps them.
 type world struct {
@@ -39,6 +46,7 @@ type world struct {
 	serving []*http.Server
 	config  string // kubeconfig
 	proxies map[string]*cluster.Process
+	env     []string // of what runs iptables
 	filled  time.Time
 }
 
@@ -52,7 +60,7 @@ func threeNodes() []cluster.NodeConfig {
 
 // buildWorld makes a setup's topology and waits until it works as it should.
 // What it returns has to be closed, with an error, too.
-func buildWorld(ctx context.Context, s setup, three bool, kubeProxy string) (_ *world, err error) {
+func buildWorld(ctx context.Context, s setup, three bool, programs proxyPrograms) (_ *world, err error) {
 	w := &world{setup: s, three: three, proxies: map[string]*cluster.Process{}}
 	cfg := cluster.Config{Label: "bench " + s.label(), Wire: !three, LogLevel: "warn", AgentArgs: s.agent}
 	if three {
@@ -94,7 +102,7 @@ func buildWorld(ctx context.Context, s setup, three bool, kubeProxy string) (_ *
 		}
 	case s.proxy != "":
 		if err = w.plugKernel(s.tunnel); err == nil {
-			err = w.startProxies(ctx, kubeProxy)
+			err = w.startProxies(ctx, programs)
 		}
 	default:
 		if err = w.plugKernel(s.tunnel); err == nil && three {
@@ -247,16 +255,21 @@ func (w *world) awaitServices() error {
 
 // startProxies runs kube-proxy on every node, and a rule that masquerades what
 // pods send out of the cluster, as network plugins add it.
-func (w *world) startProxies(ctx context.Context, program string) error {
+func (w *world) startProxies(ctx context.Context, p proxyPrograms) error {
+	dir := filepath.Join(w.c.Dir(), "iptables")
+	if err := linkIPTables(dir, p.iptables); err != nil {
+		return err
+	}
+	w.env = []string{"env", "PATH=" + dir + ":" + os.Getenv("PATH")}
 	for _, n := range w.c.Nodes {
 		// It lives as long as the cluster, not as this context.
-		p, err := n.Start(context.WithoutCancel(ctx), program,
+		p, err := n.Start(context.WithoutCancel(ctx), w.program(n, p.kubeProxy,
 			"--kubeconfig", w.config, "--hostname-override", n.NodeName,
 			"--proxy-mode", w.setup.proxy, "--cluster-cidr", podRange+",fd00:10:244::/48",
 			"--healthz-bind-address", "127.0.0.1:10256", "--metrics-bind-address", "127.0.0.1:10249",
 			"--conntrack-max-per-core", "0", "--conntrack-min", "0",
 			"--conntrack-tcp-timeout-established", "0s", "--conntrack-tcp-timeout-close-wait", "0s",
-		)
+		)...)
 		if err != nil {
 			return fmt.Errorf("kube-proxy of %s: %w", n.NodeName, err)
 		}
@@ -269,13 +282,39 @@ func (w *world) startProxies(ctx context.Context, program string) error {
 		if w.setup.proxy == "nftables" {
 			masquerade = []string{"nft", fmt.Sprintf("table ip plugin { chain postrouting { type nat hook postrouting priority srcnat; ip saddr %s ip daddr != %s masquerade; }; }", own, podRange)}
 		}
-		if _, err := n.Exec(ctx, masquerade...); err != nil {
+		if _, err := n.Exec(ctx, w.program(n, masquerade[0], masquerade[1:]...)...); err != nil {
 			return err
 		}
 	}
 	for _, n := range w.c.Nodes {
 		if err := w.awaitProxy(ctx, n); err != nil {
 			return err
+		}
+	}
+	return nil
+}
+
+// program is a command line with the iptables of this world, whose lock is the
+// node's own.
+func (w *world) program(n *cluster.Node, name string, args ...string) []string {
+	return append(append(slices.Clone(w.env), "XTABLES_LOCKFILE="+filepath.Join(w.c.Dir(), n.NodeName, "xtables.lock"), name), args...)
+}
+
+// linkIPTables makes a folder with iptables and its relatives, all of them
+// one program.
+func linkIPTables(dir, kind string) error {
+	multi, err := exec.LookPath("xtables-" + kind + "-multi")
+	if err != nil {
+		return fmt.Errorf("iptables (%s): %w; install the package iptables", kind, err)
+	}
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	for _, name := range []string{"iptables", "ip6tables"} {
+		for _, verb := range []string{"", "-save", "-restore"} {
+			if err := os.Symlink(multi, filepath.Join(dir, name+verb)); err != nil {
+				return err
+			}
 		}
 	}
 	return nil
@@ -288,7 +327,7 @@ func (w *world) rules(ctx context.Context, n *cluster.Node, proxy string) (strin
 	if proxy == "nftables" {
 		args = []string{"nft", "list", "map", "ip", "kube-proxy", "service-ips"}
 	}
-	out, err := n.Exec(ctx, args...)
+	out, err := n.Exec(ctx, w.program(n, args[0], args[1:]...)...)
 	return out, countRules(proxy, out), err
 }
 
@@ -328,10 +367,15 @@ func (w *world) awaitProxy(ctx context.Context, n *cluster.Node) error {
 func tail(text string) string { return text[max(0, len(text)-4096):] }
 
 // checkRules proves that a setup is what it is called: kube-proxy's rules in
-// the kernel, those of the one mode alone, or no rules at all.
+// the kernel, those of the one mode alone, or no rules at all. To ask iptables
+// would make what is asked for, so the kernel is asked for its tables first.
 func (w *world) checkRules(ctx context.Context) error {
 	for _, n := range w.c.Nodes {
 		nft, err := n.Exec(ctx, "nft", "list", "tables")
+		if err != nil {
+			return err
+		}
+		legacy, err := legacyTables(n)
 		if err != nil {
 			return err
 		}
@@ -339,21 +383,30 @@ func (w *world) checkRules(ctx context.Context) error {
 		if own != (w.setup.proxy == "nftables") {
 			return fmt.Errorf("%s, %s: nftables of kube-proxy: %v\n%s", w.setup.label(), n.NodeName, own, nft)
 		}
-		if w.setup.proxy == "" {
-			if nft != "" {
-				return fmt.Errorf("%s, %s: there are tables, nothing should be filtered:\n%s", w.setup.label(), n.NodeName, nft)
-			}
+		if w.setup.proxy == "" && nft+legacy != "" {
+			return fmt.Errorf("%s, %s: there are tables, nothing should be filtered:\n%s%s", w.setup.label(), n.NodeName, nft, legacy)
+		}
+		if w.setup.proxy != "iptables" {
 			continue
 		}
-		text, have, err := w.rules(ctx, n, "iptables")
-		if err != nil {
-			return err
-		}
-		if (have > 0) != (w.setup.proxy == "iptables") {
-			return fmt.Errorf("%s, %s: %d rules of kube-proxy in iptables:\n%s", w.setup.label(), n.NodeName, have, tail(text))
+		if text, have, err := w.rules(ctx, n, "iptables"); err != nil || have == 0 {
+			return fmt.Errorf("%s, %s: no rules of kube-proxy in iptables (%v):\n%s", w.setup.label(), n.NodeName, err, tail(text))
 		}
 	}
 	return nil
+}
+
+// legacyTables are those of iptables in the kernel, if it has that at all.
+func legacyTables(n *cluster.Node) (names string, err error) {
+	err = n.Do(func() error {
+		data, err := os.ReadFile("/proc/thread-self/net/ip_tables_names")
+		if errors.Is(err, os.ErrNotExist) {
+			return nil
+		}
+		names = string(data)
+		return err
+	})
+	return names, err
 }
 
 // tracked is how many connections a node's kernel keeps.

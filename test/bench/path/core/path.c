@@ -17,7 +17,7 @@
  *   bulk   per KiB of one TCP stream; a sample is the mean of a MiB or more.
  *          CPU time of the thread, because a stream may wait for a timer
  *   bulk8  the same over eight streams in turn
- *   fill   per new flow of a datagram and its answer, COUNT flows: to have them
+ *   fill   per new flow of a datagram, its answer and one more, COUNT flows: to have them
  *
  * two-udp, two-crr, two-rr, two-bulk and two-bulk8 are the same with a server
  * that is a process of its own on SERVER_CPU: samples are what the client
@@ -253,6 +253,9 @@ static void fill(double *samples, int count)
 		if (sendto(s, buf, SIZE, 0, (struct sockaddr *)&from, len) != SIZE)
 			die("answer");
 		get(c, "answer");
+		/* Heard again: now it is a conversation. */
+		put(c, "datagram");
+		get(s, "datagram");
 		close(c);
 		samples[i] = now(CLOCK_MONOTONIC) - start;
 	}
