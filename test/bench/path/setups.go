@@ -240,13 +240,14 @@ func choosePhases(o peerOptions) ([]phase, error) {
 	}
 	var out []phase
 	for _, p := range phases {
-		p.setups = slices.DeleteFunc(p.setups, func(s setup) bool {
+		// Phases share lists.
+		p.setups = slices.DeleteFunc(slices.Clone(p.setups), func(s setup) bool {
 			return s.name != baseline && !slices.ContainsFunc(modes, func(m setup) bool { return m.name == s.name })
 		})
-		p.ways = slices.DeleteFunc(p.ways, func(w way) bool {
+		p.ways = slices.DeleteFunc(slices.Clone(p.ways), func(w way) bool {
 			return !slices.ContainsFunc(ways, func(x way) bool { return x.name == w.name })
 		})
-		p.loads = slices.DeleteFunc(p.loads, func(w workload) bool {
+		p.loads = slices.DeleteFunc(slices.Clone(p.loads), func(w workload) bool {
 			return !slices.ContainsFunc(loads, func(x workload) bool { return x.name == w.name })
 		})
 		if len(p.setups) > 1 && len(p.ways) > 0 && len(p.loads) > 0 {
