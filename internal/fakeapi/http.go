@@ -4,14 +4,12 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
-	"net/url"
 	"slices"
 	"strconv"
 	"strings"
 
 	"maps"
 
-	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -28,57 +26,24 @@ func (r *resource) gvk() schema.GroupVersionKind {
 }
 
 // find takes the resource out of a path such as /api/v1/pods or
-// /apis/discovery.k8s.io/v1/endpointslices. Behind it there may be the name of
-// one object without a namespace.
-func (s *Server) find(path string) (name string, r *resource, object string) {
+// /apis/discovery.k8s.io/v1/endpointslices.
+func (s *Server) find(path string) (string, *resource) {
 	for name, r := range s.resources {
 		prefix := "/apis/" + r.apiVersion + "/"
 		if !strings.Contains(r.apiVersion, "/") {
 			prefix = "/api/" + r.apiVersion + "/"
 		}
-		rest, ok := strings.CutPrefix(path, prefix+name)
-		if ok && rest == "" {
-			return name, r, ""
-		}
-		if object, ok := strings.CutPrefix(rest, "/"); ok && object != "" && !strings.Contains(object, "/") {
-			return name, r, object
+		if path == prefix+name {
+			return name, r
 		}
 	}
-	return "", nil, ""
+	return "", nil
 }
 
-// A selector tells which objects a request is about. What it looks at never
-// changes in an object, so that none comes or goes by a change.
-type selector func(Object) bool
-
-// selectorOf reads a field selector. Those served are what clients ask for.
-func selectorOf(q url.Values) (selector, error) {
-	text := q.Get("fieldSelector")
-	name, byName := strings.CutPrefix(text, "metadata.name=")
-	switch {
-	case text == "":
-		return func(Object) bool { return true }, nil
-	case byName && name != "" && !strings.ContainsAny(name, ",=!"):
-		return func(o Object) bool { return o.GetName() == name }, nil
-	case text == "spec.clusterIP!=None":
-		return func(o Object) bool {
-			svc, ok := o.(*corev1.Service)
-			return ok && svc.Spec.ClusterIP != corev1.ClusterIPNone
-		}, nil
-	}
-	return nil, fmt.Errorf("field selector %q: metadata.name=NAME and spec.clusterIP!=None are served", text)
-}
-
-// ServeHTTP answers lists and watches over all namespaces, and gets of single
-// objects that are in none.
+// ServeHTTP answers lists and watches over all namespaces.
 func (s *Server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
-	name, r, object := s.find(req.URL.Path)
+	name, r := s.find(req.URL.Path)
 	q := req.URL.Query()
-	selected, err := selectorOf(q)
-	if err != nil {
-		fmtStatus(w, apierrors.NewBadRequest(err.Error()))
-		return
-	}
 	isWatch := q.Get("watch") == "true" || q.Get("watch") == "1"
 	initial := isWatch && q.Get("sendInitialEvents") == "true"
 
@@ -100,19 +65,20 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 			return
 		}
 	}
+	sel, err := selectorOf(q)
 	switch {
+	case err != nil:
+		fmtStatus(w, apierrors.NewBadRequest(err.Error()))
 	case fail == http.StatusNotFound:
 		fmtStatus(w, apierrors.NewGenericServerResponse(http.StatusNotFound, "get", schema.GroupResource{Resource: name}, "", "the server could not find the requested resource", 0, true))
 	case fail == http.StatusForbidden:
 		fmtStatus(w, apierrors.NewForbidden(schema.GroupResource{Resource: name}, "", fmt.Errorf("not allowed")))
 	case fail != 0:
 		fmtStatus(w, apierrors.NewGenericServerResponse(fail, "get", schema.GroupResource{Resource: name}, "", "told to fail", 0, true))
-	case object != "":
-		s.get(w, req, r, name, object)
 	case isWatch:
-		s.watch(w, req, r, initial, selected)
+		s.watch(w, req, r, sel, initial)
 	default:
-		s.list(w, req, r, selected)
+		s.list(w, req, r, sel)
 	}
 }
 
@@ -143,39 +109,19 @@ func fmtStatus(w http.ResponseWriter, err *apierrors.StatusError) {
 	_ = json.NewEncoder(w).Encode(st) // the client may have gone
 }
 
-// snapshot has all objects that are selected.
-func (r *resource) snapshot(selected selector) []*served {
+func (r *resource) snapshot(sel selector) []*served {
 	out := make([]*served, 0, len(r.objects))
 	for _, key := range slices.Sorted(maps.Keys(r.objects)) {
-		if o := r.objects[key]; selected(o.obj) {
+		if o := r.objects[key]; sel.matches(o.obj) {
 			out = append(out, o)
 		}
 	}
 	return out
 }
 
-// get answers with one object.
-func (s *Server) get(w http.ResponseWriter, req *http.Request, r *resource, resource, name string) {
-	s.mu.Lock()
-	f := formatOf(req, s.protobuf && !r.custom)
-	o := r.objects["/"+name]
-	s.mu.Unlock()
-	if o == nil {
-		fmtStatus(w, apierrors.NewNotFound(schema.GroupResource{Resource: resource}, name))
-		return
-	}
-	body, err := o.encoded(f)
-	if err != nil {
-		http.Error(w, err.Error(), http.StatusInternalServerError)
-		return
-	}
-	w.Header().Set("Content-Type", f.contentType)
-	_, _ = w.Write(body) // the client may have gone
-}
-
 // list answers with all objects, or with a first page if the rest is held.
 // Nothing may change between two pages.
-func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource, selected selector) {
+func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource, sel selector) {
 	first := 0
 	if from := req.URL.Query().Get("continue"); from != "" {
 		if !s.wait(req, func() bool { return r.part > 0 }) {
@@ -190,7 +136,7 @@ func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource, sel
 	s.mu.Lock()
 	f := formatOf(req, s.protobuf && !r.custom)
 	meta := metav1.ListMeta{ResourceVersion: strconv.FormatUint(s.version, 10)}
-	objs := r.snapshot(selected)[first:]
+	objs := r.snapshot(sel)[first:]
 	part := first == 0 && r.part > 0 && r.part < len(objs)
 	if part {
 		objs = objs[:r.part]
@@ -213,7 +159,7 @@ func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource, sel
 	})
 }
 
-func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, initial bool, selected selector) {
+func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, sel selector, initial bool) {
 	q := req.URL.Query()
 	rv := q.Get("resourceVersion")
 
@@ -227,11 +173,11 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 	from := s.version
 	var first []event
 	if initial || rv == "" || rv == "0" {
-		for _, o := range r.snapshot(selected) {
-			first = append(first, event{0, watch.Added, o})
+		for _, o := range r.snapshot(sel) {
+			first = append(first, event{what: watch.Added, obj: o})
 		}
 		if initial && q.Get("allowWatchBookmarks") == "true" {
-			first = append(first, event{0, watch.Bookmark, &served{obj: s.bookmark(r)}})
+			first = append(first, event{what: watch.Bookmark, obj: &served{obj: s.bookmark(r)}})
 		}
 	} else {
 		v, err := strconv.ParseUint(rv, 10, 64)
@@ -258,6 +204,9 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 	flush()
 	// What there is at once goes out together.
 	send := func(events ...event) bool {
+		if len(events) == 0 {
+			return true
+		}
 		defer flush()
 		for _, e := range events {
 			obj, err := e.obj.encoded(f)
@@ -302,7 +251,6 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 			}
 			events = slices.Clone(r.log[at:])
 		}
-		events = slices.DeleteFunc(events, func(e event) bool { return !selected(e.obj.obj) })
 		changed := s.changed
 		s.mu.Unlock()
 		if gone {
@@ -317,7 +265,7 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 			return
 		}
 		if len(events) > 0 {
-			if !send(events...) {
+			if !send(sel.events(events)...) {
 				return
 			}
 			from = events[len(events)-1].version

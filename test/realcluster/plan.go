@@ -62,8 +62,8 @@ func Default(tree string) (Config, error) {
 
 func (c Config) bin(name string) string { return filepath.Join(c.Cache, "bin", name) }
 
-// Binary is where [Config.Build] leaves a program.
-func (c Config) Binary(name string) string { return c.bin(name) }
+// Bin is where a binary that was built is.
+func (c Config) Bin(name string) string { return c.bin(name) }
 
 func (c Config) cp(elem ...string) string {
 	return filepath.Join(append([]string{c.State, "cp"}, elem...)...)

@@ -156,7 +156,7 @@ func kubeProxy(ctx context.Context, out io.Writer) (string, error) {
 		return "", err
 	}
 	c.Out = func(format string, args ...any) { fmt.Fprintf(out, format+"\n", args...) }
-	return c.Binary("kube-proxy"), c.Build(ctx, "kube-proxy")
+	return c.Bin("kube-proxy"), c.Build(ctx, "kube-proxy")
 }
 
 // measurePeers measures phase by phase; what it is at is written to out.

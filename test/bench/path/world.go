@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"net/http"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -43,8 +42,8 @@ type world struct {
 	setup   setup
 	three   bool
 	api     *fakeapi.Server
-	serving []*http.Server
-	config  string // kubeconfig
+	serving []func() error // ends it, but for the first node
+	config  string         // kubeconfig
 	proxies map[string]*cluster.Process
 	env     []string // of what runs iptables
 	filled  time.Time
@@ -123,8 +122,8 @@ func (w *world) close() error {
 	if w.topology != nil {
 		errs = append(errs, w.topology.close())
 	}
-	for _, s := range w.serving {
-		errs = append(errs, s.Close())
+	for _, stop := range w.serving {
+		errs = append(errs, stop())
 	}
 	if w.api != nil {
 		w.api.Close()
@@ -162,9 +161,7 @@ func (w *world) serve(nodes []*cluster.Node) error {
 			w.api = fakeapi.Start(l)
 			continue
 		}
-		s := &http.Server{Handler: w.api}
-		w.serving = append(w.serving, s)
-		go func() { _ = s.Serve(l) }() // until it is closed
+		w.serving = append(w.serving, w.api.ServeOn(l))
 	}
 	return nil
 }

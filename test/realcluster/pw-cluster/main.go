@@ -17,7 +17,7 @@ import (
 )
 
 const usage = `pw-cluster up              builds what is missing, brings the cluster up
-pw-cluster build [NAME...] builds the binaries of Kubernetes alone, or those named
+pw-cluster build           builds the binaries of Kubernetes alone
 pw-cluster down            ends it and removes all but the cache
 pw-cluster in NODE CMD...  runs a command in a node (n1, n2, ...)
 pw-cluster kubectl ARGS... kubectl as administrator
@@ -55,7 +55,7 @@ func command(ctx context.Context, args []string) error {
 	case "up":
 		return c.Up(ctx)
 	case "build":
-		return c.Build(ctx, rest...)
+		return c.Build(ctx)
 	case "down":
 		return c.Down(ctx)
 	case "in":
