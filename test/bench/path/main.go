@@ -151,10 +151,12 @@ type bench struct {
 }
 
 // steady is how far the two probes that enclose a round may lie apart, and
-// tries how often a round is measured until they do not.
+// tries how often a round is measured until they do not. Two processes meet
+// by chance: what they do is never that steady.
 const (
-	steady = 0.08
-	tries  = 4
+	steady    = 0.08
+	steadyTwo = 0.25
+	tries     = 4
 )
 
 // round measures every mode once under one workload, between two probes: the
@@ -164,7 +166,7 @@ const (
 // probes are no figures: a mode that was measured twice, or always first,
 // would not be measured like the others.
 func (b *bench) round(ctx context.Context, round int, modes []mode, w workload, res *results) error {
-	samples, err := steadyRound(round, len(modes), func(i int) (sample, error) {
+	samples, err := steadyRound(steady, round, len(modes), func(i int) (sample, error) {
 		s, err := b.measure(ctx, modes[i], w)
 		if err != nil {
 			err = fmt.Errorf("%s, %s: %w", modes[i].name, w.name, err)
@@ -182,7 +184,7 @@ func (b *bench) round(ctx context.Context, round int, modes []mode, w workload, 
 
 // steadyRound does that for anything measured by its number. unsteady hears
 // of every try without a steady pace, and whether that one counts.
-func steadyRound(round, count int, measure func(int) (sample, error), unsteady func(counted bool)) ([]sample, error) {
+func steadyRound(apart float64, round, count int, measure func(int) (sample, error), unsteady func(counted bool)) ([]sample, error) {
 	for try := 1; ; try++ {
 		before, err := measure(0)
 		if err != nil {
@@ -200,7 +202,7 @@ func steadyRound(round, count int, measure func(int) (sample, error), unsteady f
 		if err != nil {
 			return nil, err
 		}
-		if max(before.P50, after.P50) > (1+steady)*min(before.P50, after.P50) {
+		if max(before.P50, after.P50) > (1+apart)*min(before.P50, after.P50) {
 			unsteady(try == tries)
 			if try < tries {
 				continue

@@ -16,10 +16,11 @@ import (
 )
 
 const (
-	// fillPort of the remote service leads to fillListen: flows that are there
-	// to be many, and no others, go there.
+	// fillPort of the remote service leads to fillListen, and so on, as many
+	// as fillPorts: flows that are there to be many, and no others, go there.
 	fillPort   = 81
 	fillListen = 8090
+	fillPorts  = 3
 
 	firstNodePort = 30080 // in the order of nodePortServices
 
@@ -31,7 +32,7 @@ const (
 	maxFlows    = 100000
 	// portsToFill are the client's for one service port; the others are for
 	// what is measured meanwhile.
-	portsToFill = 50000
+	portsToFill = 34000
 )
 
 func nodePortServices() []string { return []string{"remote", "local"} }
@@ -52,7 +53,9 @@ func objects(s setup, three bool, nodes []*corev1.Node) ([]cluster.Object, error
 			complete(obj, three)
 		case *discoveryv1.EndpointSlice:
 			if obj.Labels[discoveryv1.LabelServiceName] == "remote" {
-				obj.Ports = append(obj.Ports, slicePort("fill", fillListen, corev1.ProtocolUDP), slicePort("fill2", fillListen+1, corev1.ProtocolUDP))
+				for i := range fillPorts {
+					obj.Ports = append(obj.Ports, slicePort(fillName(i), int32(fillListen+i), corev1.ProtocolUDP))
+				}
 			}
 		case *networkingv1.NetworkPolicy:
 			allow(obj)
@@ -74,6 +77,8 @@ func objects(s setup, three bool, nodes []*corev1.Node) ([]cluster.Object, error
 	return objs, nil
 }
 
+func fillName(i int) string { return fmt.Sprintf("fill-%d", i) }
+
 func slicePort(name string, port int32, proto corev1.Protocol) discoveryv1.EndpointPort {
 	return discoveryv1.EndpointPort{Name: &name, Port: &port, Protocol: &proto}
 }
@@ -89,8 +94,8 @@ func complete(svc *corev1.Service, three bool) {
 		}
 	}
 	if svc.Name == "remote" {
-		for i, name := range []string{"fill", "fill2"} {
-			p := corev1.ServicePort{Name: name, Protocol: corev1.ProtocolUDP, Port: int32(fillPort + i), TargetPort: intstr.FromInt(fillListen + i)}
+		for i := range fillPorts {
+			p := corev1.ServicePort{Name: fillName(i), Protocol: corev1.ProtocolUDP, Port: int32(fillPort + i), TargetPort: intstr.FromInt(fillListen + i)}
 			if three {
 				p.NodePort = int32(firstNodePort + 10 + i)
 			}
@@ -114,7 +119,10 @@ func fromOutside() networkingv1.NetworkPolicyPeer {
 
 // allow adds to a policy of the manifests what else is called here.
 func allow(p *networkingv1.NetworkPolicy) {
-	fill := []networkingv1.NetworkPolicyPort{policyPort(corev1.ProtocolUDP, fillListen), policyPort(corev1.ProtocolUDP, fillListen+1)}
+	var fill []networkingv1.NetworkPolicyPort
+	for i := range fillPorts {
+		fill = append(fill, policyPort(corev1.ProtocolUDP, fillListen+i))
+	}
 	for i := range p.Spec.Ingress {
 		p.Spec.Ingress[i].Ports = append(p.Spec.Ingress[i].Ports, fill...)
 	}

@@ -217,7 +217,11 @@ func measurePhase(ctx context.Context, o peerOptions, p phase, programs proxyPro
 		}
 		for _, y := range p.ways {
 			for _, load := range p.loads {
-				samples, err := steadyRound(round, len(worlds), func(i int) (sample, error) {
+				apart := steady
+				if strings.HasPrefix(load.name, "two-") {
+					apart = steadyTwo
+				}
+				samples, err := steadyRound(apart, round, len(worlds), func(i int) (sample, error) {
 					s, err := worlds[i].measure(ctx, o, y, load)
 					if err != nil {
 						err = fmt.Errorf("%s, %s, %s: %w", y.name, load.name, worlds[i].setup.label(), err)

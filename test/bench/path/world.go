@@ -47,6 +47,7 @@ type world struct {
 	proxies map[string]*cluster.Process
 	env     []string // of what runs iptables
 	filled  time.Time
+	fresh   int // the client's next port beside those filled
 }
 
 func threeNodes() []cluster.NodeConfig {
@@ -344,8 +345,8 @@ func countRules(proxy, text string) (n int) {
 func (w *world) awaitProxy(ctx context.Context, n *cluster.Node) error {
 	p := w.proxies[n.NodeName]
 	// Each further service has one port; those of the manifests two, the remote
-	// one two more.
-	want := w.setup.services - 1 + 6
+	// one those to fill as well.
+	want := w.setup.services - 1 + 4 + fillPorts
 	for pause := 50 * time.Millisecond; ; pause = min(2*pause, time.Second) {
 		_, have, err := w.rules(ctx, n, w.setup.proxy)
 		if err == nil && have >= want {
@@ -447,6 +448,20 @@ func (w *world) conversation(y way) (c conversation, err error) {
 	return c, err
 }
 
+// clientPorts are the next of the client. Where many datagrams were sent from
+// most ports the first of a flow comes from others.
+func (w *world) clientPorts(load workload, count int) int {
+	if w.setup.flows <= 1 || load.name != "first" {
+		return w.ports(count)
+	}
+	if w.fresh < minPort+portsToFill || w.fresh+count+warmUp > maxPort {
+		w.fresh = minPort + portsToFill
+	}
+	first := w.fresh
+	w.fresh += count + warmUp
+	return first
+}
+
 // measure runs one workload on a way and checks that it was the way.
 func (w *world) measure(ctx context.Context, o peerOptions, y way, load workload) (s sample, err error) {
 	c, err := w.conversation(y)
@@ -454,14 +469,7 @@ func (w *world) measure(ctx context.Context, o peerOptions, y way, load workload
 		return s, err
 	}
 	count := max(1, int(float64(load.count)*o.scale))
-	if w.setup.flows > 1 && w.port < minPort+portsToFill {
-		w.port = minPort + portsToFill
-	}
-	c.firstPort = w.ports(count)
-	if c.firstPort < minPort+portsToFill && w.setup.flows > 1 {
-		w.port = minPort + portsToFill
-		c.firstPort = w.ports(count)
-	}
+	c.firstPort = w.clientPorts(load, count)
 	before, err := w.counters()
 	if err != nil {
 		return s, err
@@ -523,9 +531,8 @@ func (w *world) checkFilled() error {
 		var err error
 		if w.setup.podweir {
 			set := w.maps[n.NodeName]
-			listen := map[uint16]bool{fillListen: true, fillListen + 1: true}
 			err = set.Flows.Each(func(k maps.FlowKey, _ maps.Flow) error {
-				if listen[k.Sport] {
+				if k.Sport >= fillListen && k.Sport < fillListen+fillPorts {
 					have++ // answers: one entry of each flow
 				}
 				return nil
