@@ -213,7 +213,7 @@ func (r *peerResults) charts() map[string]report.Chart {
 	out := map[string]report.Chart{}
 	for _, g := range r.groups() {
 		c := report.Chart{
-			Title: g.path + ", " + g.title, Axis: "ratio to " + baseline + "; lower is better, but for MiB/s", Line: 1,
+			Title: g.path + ", " + g.title, Axis: "ratio to " + baseline + "; lower is better, but for MiB/s", Line: 1, Most: 3,
 			Note: fmt.Sprintf("medians and quartiles of %d rounds, kernel %s, %d CPUs", r.Builds*r.Rounds, r.Kernel, r.CPUs),
 		}
 		for _, m := range g.metrics {

@@ -13,6 +13,7 @@ type Chart struct {
 	Title, Note string
 	Axis        string  // what the values are
 	Line        float64 // a value to mark, 0 for none
+	Most        float64 // longer bars are cut, and say so; 0 for none
 	Groups      []Group
 }
 
@@ -81,6 +82,9 @@ func (c Chart) SVG(out io.Writer) error {
 				if math.IsNaN(v) || math.IsInf(v, 0) || v < 0 {
 					return fmt.Errorf("chart %q, %s of %s: %v cannot be drawn", c.Title, b.Series, g.Label, v)
 				}
+				if c.Most > 0 {
+					v = min(v, c.Most)
+				}
 				most = max(most, v)
 			}
 			rows++
@@ -98,7 +102,7 @@ func (c Chart) SVG(out io.Writer) error {
 	plot := rows*chartBar + len(c.Groups)*chartGap
 	top := chartTop + legend
 	height := top + plot + 44
-	x := func(v float64) float64 { return chartLeft + v/most*(chartWidth-chartLeft-chartRight) }
+	x := func(v float64) float64 { return chartLeft + min(v, most)/most*(chartWidth-chartLeft-chartRight) }
 
 	var s strings.Builder
 	fmt.Fprintf(&s, `<svg xmlns="http://www.w3.org/2000/svg" width="%d" height="%d" viewBox="0 0 %d %d" font-family="sans-serif" font-size="11">`+"\n", chartWidth, height, chartWidth, height)
@@ -123,7 +127,11 @@ func (c Chart) SVG(out io.Writer) error {
 			fmt.Fprintf(&s, `<rect x="%d" y="%d" width="%.1f" height="%d" fill="%s"/>`+"\n", chartLeft, y+1, x(b.Value)-chartLeft, chartBar-2, colour[b.Series])
 			fmt.Fprintf(&s, `<path d="M%.1f %.1fH%.1fM%.1f %.1fv6M%.1f %.1fv6" stroke="black" fill="none"/>`+"\n",
 				x(b.Low), mid, x(b.High), x(b.Low), mid-3, x(b.High), mid-3)
-			text(&s, x(max(b.Value, b.High))+4, mid+4, `font-size="10"`, fmt.Sprintf("%.2f", b.Value))
+			value := fmt.Sprintf("%.2f", b.Value)
+			if b.Value > most {
+				value = "\u2026 " + value
+			}
+			text(&s, x(max(b.Value, b.High))+4, mid+4, `font-size="10"`, value)
 			y += chartBar
 		}
 		y += chartGap

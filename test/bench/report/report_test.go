@@ -100,6 +100,22 @@ func TestChart(t *testing.T) {
 	}
 }
 
+// One bar that is much longer than the others does not make them invisible.
+func TestChartCuts(t *testing.T) {
+	c := Chart{Most: 2, Groups: []Group{{"udp", []Bar{{"fast", 1, 1, 1}, {"slow", 100, 90, 110}}}}}
+	var b bytes.Buffer
+	if err := c.SVG(&b); err != nil {
+		t.Fatal(err)
+	}
+	bars := elements(t, b.String())["rect"][3:]
+	if bars[0]["width"] != "345.0" || bars[1]["width"] != "690.0" {
+		t.Errorf("bars are %s and %s wide, want 345.0 and 690.0", bars[0]["width"], bars[1]["width"])
+	}
+	if !strings.Contains(b.String(), "\u2026 100.00<") || strings.Contains(b.String(), "\u2026 1.00<") {
+		t.Errorf("the bar that is cut, and that alone, should say so:\n%s", b.String())
+	}
+}
+
 func TestChartRefuses(t *testing.T) {
 	for name, c := range map[string]Chart{
 		"nothing":  {},
