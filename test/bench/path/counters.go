@@ -96,6 +96,14 @@ func checkWay(m mode, w workload, operations uint64, d counts) error {
 	switch {
 	case m.entry:
 		nodes = uint64(m.nodes)
+		if calls := d.sum("node-a", "socket", "sock_translated"); m.host && !m.noSockets && name != "udp" && name != "first" {
+			least("sock_translated", calls, flows)
+			if calls == 0 {
+				errs = append(errs, errors.New("no connect() was translated"))
+			}
+		} else {
+			most("sock_translated", calls, 0)
+		}
 	case m.tunnel && m.server == "remote":
 		nodes = 2
 		sent := "fwd_encap"
@@ -122,13 +130,18 @@ func checkWay(m mode, w workload, operations uint64, d counts) error {
 	default:
 		least("fwd_local of node-a", d.sum("node-a", "from_pod", "fwd_local"), there+back)
 	}
+	// What the node itself sends may have a flow there, too.
+	tables := nodes
+	if m.host {
+		tables++
+	}
 	most("flow_stale", d.sum("", "", "flow_stale"), 0)
 	if !two {
 		// Two processes may send what is not counted here: segments again.
-		most("flow_miss", d.sum("", "", "flow_miss"), nodes*flows)
+		most("flow_miss", d.sum("", "", "flow_miss"), tables*flows)
 		// A connection's SYN-ACK, and what follows until its initiator is heard
 		// again, are found at the second look-up.
-		most("flow_hit_new", d.sum("", "", "flow_hit_new"), 4*nodes*flows)
+		most("flow_hit_new", d.sum("", "", "flow_hit_new"), 4*tables*flows)
 	}
 	switch name {
 	case "crr":

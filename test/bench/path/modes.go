@@ -21,17 +21,19 @@ const (
 
 // A mode is one way of one topology that packets take.
 type mode struct {
-	name     string
-	topology string   // modes of one name share it
-	against  string   // the plain kernel mode that does the same job
-	server   string   // pod that serves
-	podweir  bool     // agents run; the client calls the service of that name
-	tunnel   bool     // between nodes encapsulated; VXLAN, unless
-	ipip     bool     // IPv4 in IPv4
-	agent    []string // flags
-	bin      string   // folder of the programs, "" is this build's
-	entry    bool     // to or from outside the cluster, by as many nodes
-	nodes    int
+	name      string
+	topology  string   // modes of one name share it
+	against   string   // the plain kernel mode that does the same job
+	server    string   // pod that serves
+	podweir   bool     // agents run; the client calls the service of that name
+	tunnel    bool     // between nodes encapsulated; VXLAN, unless
+	ipip      bool     // IPv4 in IPv4
+	agent     []string // flags
+	bin       string   // folder of the programs, "" is this build's
+	entry     bool     // the client or the server is no pod; pods are on as many nodes
+	nodes     int
+	host      bool // the client is a process of the node
+	noSockets bool // without programs at connect()
 }
 
 // baseline is the mode that all are compared with.
@@ -100,6 +102,7 @@ type sample struct {
 // conversation is between whom pw-path-core measures.
 type conversation struct {
 	client, server *cluster.Netns
+	inside         *cluster.Netns // whose cgroup it is measured in, if not this process's
 	target         netip.Addr
 	port, listen   int
 	firstPort      int // of the client
@@ -112,16 +115,26 @@ func runCore(ctx context.Context, w string, count int, c conversation, cpu, serv
 	if err != nil {
 		return s, err
 	}
-	cmd := exec.CommandContext(ctx, filepath.Join(bin, "pw-path-core"), w,
+	args := []string{
+		filepath.Join(bin, "pw-path-core"), w,
 		c.client.Path(), c.server.Path(), c.target.String(), strconv.Itoa(c.port),
-		strconv.Itoa(c.listen), strconv.Itoa(c.firstPort), strconv.Itoa(cpu), strconv.Itoa(count), strconv.Itoa(serverCPU))
-	var stderr strings.Builder
-	cmd.Stderr = &stderr
-	out, err := cmd.Output()
-	if err != nil {
-		return s, fmt.Errorf("%w: %s", err, strings.TrimSpace(stderr.String()))
+		strconv.Itoa(c.listen), strconv.Itoa(c.firstPort), strconv.Itoa(cpu), strconv.Itoa(count), strconv.Itoa(serverCPU),
 	}
-	if err := json.Unmarshal(out, &s); err != nil {
+	var out string
+	if c.inside != nil {
+		if out, err = c.inside.Exec(ctx, args...); err != nil {
+			return s, err
+		}
+	} else {
+		var stdout, stderr strings.Builder
+		cmd := exec.CommandContext(ctx, args[0], args[1:]...)
+		cmd.Stdout, cmd.Stderr = &stdout, &stderr
+		if err := cmd.Run(); err != nil {
+			return s, fmt.Errorf("%w: %s", err, strings.TrimSpace(stderr.String()))
+		}
+		out = stdout.String()
+	}
+	if err := json.Unmarshal([]byte(out), &s); err != nil {
 		return s, fmt.Errorf("pw-path-core said %q: %w", out, err)
 	}
 	return s, nil

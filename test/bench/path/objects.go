@@ -113,8 +113,9 @@ func servedPorts() []networkingv1.NetworkPolicyPort {
 	return []networkingv1.NetworkPolicyPort{policyPort(corev1.ProtocolTCP, listenPort), policyPort(corev1.ProtocolUDP, listenPort)}
 }
 
-func fromOutside() networkingv1.NetworkPolicyPeer {
-	return networkingv1.NetworkPolicyPeer{IPBlock: &networkingv1.IPBlock{CIDR: netip.PrefixFrom(outside, outside.BitLen()).String()}}
+// noPods are the host outside and the nodes.
+func noPods() networkingv1.NetworkPolicyPeer {
+	return networkingv1.NetworkPolicyPeer{IPBlock: &networkingv1.IPBlock{CIDR: netip.PrefixFrom(outside, 24).Masked().String()}}
 }
 
 // allow adds to a policy of the manifests what else is called here.
@@ -131,7 +132,7 @@ func allow(p *networkingv1.NetworkPolicy) {
 	}
 	if len(p.Spec.Ingress) > 0 {
 		p.Spec.Ingress = append(p.Spec.Ingress, networkingv1.NetworkPolicyIngressRule{
-			From: []networkingv1.NetworkPolicyPeer{fromOutside()}, Ports: servedPorts(),
+			From: []networkingv1.NetworkPolicyPeer{noPods()}, Ports: servedPorts(),
 		})
 	}
 }
@@ -145,7 +146,7 @@ func outward() *networkingv1.NetworkPolicy {
 			PodSelector: metav1.LabelSelector{MatchLabels: map[string]string{"calls": "outside"}},
 			PolicyTypes: []networkingv1.PolicyType{networkingv1.PolicyTypeEgress},
 			Egress: []networkingv1.NetworkPolicyEgressRule{{
-				To: []networkingv1.NetworkPolicyPeer{fromOutside()}, Ports: servedPorts(),
+				To: []networkingv1.NetworkPolicyPeer{noPods()}, Ports: servedPorts(),
 			}},
 		},
 	}

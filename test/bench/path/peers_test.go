@@ -176,7 +176,7 @@ func TestChoosePhases(t *testing.T) {
 		error string
 	}{
 		{args: "--modes podweir-vxlan,kube-proxy-nftables --paths cluster-ip-remote --workloads udp,crr --phases ways,services", want: "ways 3 1 2, services 7 1 2"},
-		{args: "--workloads udp,two-rr", want: "ways 8 4 2, outside 5 3 2, services 10 1 1, policies 3 1 1, flows 5 1 1"},
+		{args: "--workloads udp,two-rr", want: "ways 8 4 2, outside 5 3 2, host 5 1 2, services 10 1 1, policies 3 1 1, flows 5 1 1"},
 		{args: "--phases outside --paths off-cluster", want: "outside 5 1 11"},
 		{args: "--phases services --services 1,50", want: "services 7 1 5"},
 		{args: "--phases flows --flows 300", want: "flows 4 1 4"},
@@ -209,6 +209,18 @@ func TestChoosePhases(t *testing.T) {
 		if err != nil || strings.Join(got, ", ") != c.want {
 			t.Errorf("%s: %v, %v, want %s", c.args, got, err, c.want)
 		}
+	}
+}
+
+func TestPortsInTurn(t *testing.T) {
+	var ports turn
+	var got []int
+	for range 5 {
+		got = append(got, ports.next(50, portRange{1000, 1299}, portRange{2000, 2150}))
+	}
+	// A hundred each, with those that warm up.
+	if want := []int{1000, 1100, 1200, 2000, 1000}; !slices.Equal(got, want) {
+		t.Errorf("ports %v, want %v", got, want)
 	}
 }
 
@@ -295,7 +307,7 @@ func TestPeersSmoke(t *testing.T) {
 	file := filepath.Join(dir, "bench.json")
 	for _, args := range []string{
 		"--phases ways --paths cluster-ip-remote,cluster-ip-local --workloads udp,first,crr,bulk8,two-udp,two-crr,two-rr,two-bulk8",
-		"--phases outside --workloads crr,two-rr",
+		"--phases outside,host --workloads udp,crr,two-rr",
 		"--phases services,policies,flows --workloads first --services 40 --policies 5 --flows 300",
 	} {
 		o, err := peerFlags(strings.Fields(args + " --builds 1 --rounds 1 --scale 0.05"))

@@ -44,6 +44,8 @@ const (
 	nftablesMode = "kube-proxy-nftables"
 	vxlanMode    = "podweir-vxlan"
 	directMode   = "podweir-direct"
+	// plainMode is vxlanMode whose programs at connect() are not attached.
+	plainMode = "podweir-vxlan-no-sockets"
 )
 
 // peerModes are all modes, the floor first.
@@ -55,6 +57,7 @@ func peerModes() []setup {
 			out = append(out, setup{mode: m})
 		}
 	}
+	out = append(out, setup{mode: mode{name: plainMode, podweir: true, tunnel: true, noSockets: true}})
 	for _, p := range []string{"iptables", "nftables"} {
 		out = append(out, setup{mode: mode{name: "kube-proxy-" + p, tunnel: true}, proxy: p})
 	}
@@ -71,7 +74,7 @@ func pickModes(names ...string) []setup {
 // A way is from whom to whom, and by which address.
 type way struct {
 	name   string
-	client string // pod; "" is outside
+	client string // pod; "" is outside, [hostClient] a process of node-a itself
 	server string // pod; "" is outside
 	by     string // podIP, clusterIP or nodePort
 	entry  string // node that is called, of nodePort
@@ -105,13 +108,21 @@ func outsideWays() []way {
 	}
 }
 
-func allWays() []way { return append(wireWays(), outsideWays()...) }
+// hostClient calls as a process of the node, in its namespace and cgroup.
+const hostClient = "node-a"
+
+func hostWays() []way {
+	return []way{{name: "host-cluster-ip", client: hostClient, server: "remote", by: clusterIP, nodes: 1}}
+}
+
+func allWays() []way { return slices.Concat(wireWays(), outsideWays(), hostWays()) }
 
 // mode of a setup on a way, as checkWay wants it.
 func (s setup) on(w way) mode {
 	m := s.mode
 	m.server, m.nodes = w.server, w.nodes
-	m.entry = w.client == "" || w.server == ""
+	m.entry = w.client == "" || w.server == "" || w.client == hostClient
+	m.host = w.client == hostClient
 	return m
 }
 
@@ -175,10 +186,17 @@ func allPhases(z sizes) []phase {
 	flows := atSizes(tunnels, z.flows, func(s *setup, n int) { s.flows = n })
 	flows = slices.DeleteFunc(flows, func(s setup) bool { return s.proxy != "" && s.flows == 1 })
 	return []phase{
-		{name: "ways", title: "inside a cluster of two nodes", setups: peerModes(), ways: wireWays(), loads: loads},
+		{
+			name: "ways", title: "inside a cluster of two nodes", ways: wireWays(), loads: loads,
+			setups: slices.DeleteFunc(peerModes(), func(s setup) bool { return s.noSockets }),
+		},
 		{
 			name: "outside", title: "three nodes and a host outside", three: true,
 			setups: pickModes(baseline, vxlanMode, directMode, iptablesMode, nftablesMode), ways: outsideWays(), loads: loads,
+		},
+		{
+			name: "host", title: "processes of the node itself", ways: hostWays(), loads: loads,
+			setups: pickModes(baseline, vxlanMode, plainMode, iptablesMode, nftablesMode),
 		},
 		{
 			name: "services", title: "by the number of services", ways: remote, loads: oneLoads()[:5],

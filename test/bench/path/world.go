@@ -14,6 +14,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/vishvananda/netlink"
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/podweir/podweir/internal/fakeapi"
@@ -27,6 +28,8 @@ var outside = netip.MustParseAddr("172.31.0.1")
 const (
 	apiPort  = 16443 // of the API server, in every node's namespace
 	podRange = "10.244.0.0/16"
+	// hostPorts is where the ports begin that nodes choose for their sockets.
+	hostPorts = 61000
 	// refill is how old live flows may be: a tenth of the time they have.
 	refill = 15 * time.Second
 )
@@ -47,7 +50,8 @@ type world struct {
 	proxies map[string]*cluster.Process
 	env     []string // of what runs iptables
 	filled  time.Time
-	fresh   int // the client's next port beside those filled
+	fresh   turn // the client's ports beside those filled
+	host    turn // those of a process of the node
 }
 
 func threeNodes() []cluster.NodeConfig {
@@ -62,7 +66,7 @@ func threeNodes() []cluster.NodeConfig {
 // What it returns has to be closed, with an error, too.
 func buildWorld(ctx context.Context, s setup, three bool, programs proxyPrograms) (_ *world, err error) {
 	w := &world{setup: s, three: three, proxies: map[string]*cluster.Process{}}
-	cfg := cluster.Config{Label: "bench " + s.label(), Wire: !three, LogLevel: "warn", AgentArgs: s.agent}
+	cfg := cluster.Config{Label: "bench " + s.label(), Wire: !three, LogLevel: "warn", AgentArgs: s.agent, NoSockets: s.noSockets}
 	if three {
 		cfg.Nodes = threeNodes()
 	}
@@ -77,6 +81,15 @@ func buildWorld(ctx context.Context, s setup, three bool, programs proxyPrograms
 	w.topology = newTopology(c)
 	if three {
 		if err := calmSwitch(ctx, c); err != nil {
+			return w, err
+		}
+	}
+	for _, n := range c.Nodes {
+		if three {
+			break
+		}
+		// The ports below are those of measured processes of the node.
+		if err := n.Sysctl("net/ipv4/ip_local_port_range", fmt.Sprintf("%d 65535", hostPorts)); err != nil {
 			return w, err
 		}
 	}
@@ -273,6 +286,9 @@ func (w *world) startProxies(ctx context.Context, p proxyPrograms) error {
 		}
 		w.proxies[n.NodeName] = p
 		if !w.three {
+			if err := defaultRoute(n); err != nil {
+				return fmt.Errorf("default route of %s: %w", n.NodeName, err)
+			}
 			continue
 		}
 		own := n.Config.PodCIDRs[0].String()
@@ -340,6 +356,25 @@ func countRules(proxy, text string) (n int) {
 		}
 	}
 	return n
+}
+
+// defaultRoute is what every node has, and no cable of two: what a process of
+// the node sends to a cluster IP must lead somewhere before it is translated.
+func defaultRoute(n *cluster.Node) error {
+	h, ns, err := handle(n.Netns)
+	if err != nil {
+		return err
+	}
+	defer ns.Close()
+	defer h.Close()
+	eth0, err := h.LinkByName("eth0")
+	if err != nil {
+		return err
+	}
+	return h.RouteAdd(&netlink.Route{
+		LinkIndex: eth0.Attrs().Index, Scope: netlink.SCOPE_LINK,
+		Dst: &net.IPNet{IP: net.IPv4zero.To4(), Mask: net.CIDRMask(0, 32)},
+	})
 }
 
 func (w *world) awaitProxy(ctx context.Context, n *cluster.Node) error {
@@ -423,12 +458,18 @@ func tracked(n *cluster.Node) (count int, err error) {
 func (w *world) conversation(y way) (c conversation, err error) {
 	c = conversation{listen: listenPort, port: listenPort}
 	place := func(pod string) *cluster.Netns {
-		if pod == "" {
+		switch pod {
+		case "":
 			return w.c.Ext
+		case hostClient:
+			return w.c.Node(hostClient).Netns
 		}
 		return w.pods[pod].Netns
 	}
 	c.client, c.server = place(y.client), place(y.server)
+	if y.client == hostClient {
+		c.inside = c.client
+	}
 	by := y.by
 	if !w.setup.podweir && w.setup.proxy == "" && by != outsideIP {
 		by = podIP // the floor knows nothing else
@@ -449,17 +490,36 @@ func (w *world) conversation(y way) (c conversation, err error) {
 }
 
 // clientPorts are the next of the client. Where many datagrams were sent from
-// most ports the first of a flow comes from others.
-func (w *world) clientPorts(load workload, count int) int {
-	if w.setup.flows <= 1 || load.name != "first" {
-		return w.ports(count)
+// most ports the first of a flow comes from others. A process of the node
+// leaves those aside that the node's other sockets and NodePorts have.
+func (w *world) clientPorts(y way, load workload, count int) int {
+	switch {
+	case y.client == hostClient:
+		return w.host.next(count, portRange{17000, 29999}, portRange{33000, hostPorts - 1})
+	case w.setup.flows > 1 && load.name == "first":
+		return w.fresh.next(count, portRange{minPort + portsToFill, maxPort})
 	}
-	if w.fresh < minPort+portsToFill || w.fresh+count+warmUp > maxPort {
-		w.fresh = minPort + portsToFill
+	return w.ports(count)
+}
+
+type portRange struct{ first, last int }
+
+// turn is the next port of one that takes them in turn.
+type turn int
+
+// next takes as many ports, with those that warm up, from the ranges, which
+// are in order.
+func (t *turn) next(count int, ranges ...portRange) int {
+	count += warmUp
+	at := ranges[0].first
+	for _, r := range ranges {
+		if first := max(int(*t), r.first); first+count-1 <= r.last {
+			at = first
+			break
+		}
 	}
-	first := w.fresh
-	w.fresh += count + warmUp
-	return first
+	*t = turn(at + count)
+	return at
 }
 
 // measure runs one workload on a way and checks that it was the way.
@@ -469,7 +529,7 @@ func (w *world) measure(ctx context.Context, o peerOptions, y way, load workload
 		return s, err
 	}
 	count := max(1, int(float64(load.count)*o.scale))
-	c.firstPort = w.clientPorts(load, count)
+	c.firstPort = w.clientPorts(y, load, count)
 	before, err := w.counters()
 	if err != nil {
 		return s, err
@@ -491,7 +551,10 @@ func (w *world) measure(ctx context.Context, o peerOptions, y way, load workload
 				return s, err
 			}
 			// A node that only others pass by has none.
-			on := y.entry == n.NodeName || y.entry == "" && n == w.pods[y.client].Node
+			on := y.entry == n.NodeName || y.client == n.NodeName
+			if p := w.pods[y.client]; p != nil {
+				on = p.Node == n
+			}
 			if w.setup.proxy == "" && have > 0 || w.setup.proxy != "" && on && have == 0 {
 				return s, fmt.Errorf("%s tracks %d connections", n.NodeName, have)
 			}
