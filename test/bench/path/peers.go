@@ -60,7 +60,7 @@ func peerFlags(args []string) (o peerOptions, err error) {
 	for _, w := range append(oneLoads(), twoLoads()...) {
 		loads = append(loads, w.name)
 	}
-	f.IntVar(&o.builds, "builds", 2, "how often the topologies are built anew: where their memory lies is worth some per cent")
+	f.IntVar(&o.builds, "builds", 3, "how often the topologies are built anew: where their memory lies is worth some per cent")
 	f.IntVar(&o.rounds, "rounds", 5, "how often everything is measured per build; fewer than 5 in all are no figures to quote")
 	f.Float64Var(&o.scale, "scale", 1, "length of a measurement, 1 = some 10 ms")
 	f.IntVar(&o.cpu, "cpu", runtime.NumCPU()-1, "CPU that measures; a server that is a process of its own has the one before")
