@@ -124,6 +124,12 @@ cluster-down: root ## removes what make cluster brought up, but for its cache
 	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
 	@bin/pw-cluster down
 
+BENCH ?=
+
+.PHONY: bench
+bench: root deps build ## podweir beside kube-proxy and plain forwarding, 20 minutes (as root); BENCH='--modes ... --paths ... --rounds ...'
+	@bin/pw-bench-path peers --json bin/bench.json --svg bin/bench $(BENCH)
+
 BENCH_PATH ?= --json bin/bench-path.json
 
 .PHONY: bench-path
