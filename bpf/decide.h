@@ -88,7 +88,7 @@ __noinline int pw_route(struct __sk_buff *skb, const struct pw_addr *src, const 
 
 	if (!src || !dst || !f)
 		return PW_DROP_NO_ROUTE;
-	fib.ifindex = skb->ifindex;
+	fib.ifindex = pw_device(skb);
 	if (pw_addr_is_v4(dst)) {
 		fib.family = PW_AF_INET;
 		fib.ipv4_src = pw_addr_word(src, 3);

@@ -51,6 +51,13 @@ static __always_inline int pw_leaves(const struct pw_pkt *p, const struct pw_flo
 	return p->from.flags & PW_PLACE_FILTERED && f->to.kind != PW_PLACE_HOST;
 }
 
+/* Who takes it must be one: also of a frame that the pod has sent to all. */
+static __always_inline void pw_to_filters(struct __sk_buff *skb)
+{
+	pw_group_set(skb, 0);
+	bpf_skb_change_type(skb, PW_PACKET_OTHERHOST);
+}
+
 /*
  * The end of from_pod_judge for what is let through: 1 = left to the filters,
  * which is "not ours". 0 = f's action is to be carried out here.
@@ -63,9 +70,7 @@ __noinline int pw_leave(struct __sk_buff *skb, struct pw_pkt *p, const struct pw
 		pw_stay(skb, p);
 	if (!pw_leaves(p, f))
 		return 0;
-	/* Who takes it must be one: also of a frame that the pod has sent to all. */
-	pw_group_set(skb, 0);
-	bpf_skb_change_type(skb, PW_PACKET_OTHERHOST);
+	pw_to_filters(skb);
 	return 1;
 }
 

@@ -48,6 +48,19 @@ struct {
 	__uint(pinning, LIBBPF_PIN_BY_NAME);
 } pw_frags SEC(".maps");
 
+/*
+ * Datagrams that are in the reassembly, by a token of their own, written by
+ * the programs alone. Full: the one that was last heard of longest ago is
+ * dropped when it comes back.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 16384);
+	__type(key, __u32);
+	__type(value, struct pw_frag_origin);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_frag_origins SEC(".maps");
+
 /* Generations. Full = the agent gives slot 1, shared by all that overflow. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);

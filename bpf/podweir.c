@@ -2,6 +2,8 @@
 /* The one translation unit: all hooks share maps, settings and BTF. */
 #include "ask.c"
 #include "fragment.c"
+#include "frag_peer.c"
+#include "from_frag.c"
 #include "from_ipip.c"
 #include "from_netdev.c"
 #include "from_overlay.c"

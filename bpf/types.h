@@ -115,11 +115,12 @@ enum pw_hook {
 	PW_TO_OVERLAY = 5,
 	PW_TO_LO = 6,
 	PW_SOCKET = 7, /* connect() of a host process */
-	PW_HOOK_MAX = 8,
+	PW_FROM_FRAG = 8, /* out of the reassembly; counted at the hook that it was at before */
+	PW_HOOK_MAX = 9,
 };
 
 /*
- * One counter per {reason, hook, family}: index = (reason * 8 + hook) * 2 +
+ * One counter per {reason, hook, family}: index = (reason * 9 + hook) * 2 +
  * (1 for IPv6). A per-CPU array: no contention, no allocation.
  */
 struct pw_counter {
@@ -274,7 +275,8 @@ struct pw_frag_key {
 	__u8 proto;
 	__u8 kind; /* enum pw_place_kind */
 	__u8 hook; /* enum pw_hook */
-	__u8 pad[7];
+	__u8 risen; /* out of the reassembly: in order, and under another id if it is IPv6 */
+	__u8 pad[6];
 };
 PW_ASSERT_SIZE(struct pw_frag_key, 56);
 
@@ -287,13 +289,29 @@ enum pw_frag_state {
 
 struct pw_frag {
 	__u64 seen; /* when this was written */
+	__u32 token; /* PW_FRAG_STACK: key of pw_frag_origins */
+	__u32 pad;
 	__u16 sport;
 	__u16 dport;
 	__u16 head; /* bytes of the datagram that the first's headers take */
 	__u8 proto;
 	__u8 state; /* enum pw_frag_state */
 };
-PW_ASSERT_SIZE(struct pw_frag, 16);
+PW_ASSERT_SIZE(struct pw_frag, 24);
+
+/* What a datagram that goes up to the kernel's reassembly was at its hook. */
+struct pw_frag_origin {
+	struct pw_frag_key key;
+	struct pw_addr named; /* the backend that its frames name, see dsr.h */
+	__u32 device; /* of the hook */
+	__u16 named_port;
+	__u8 service; /* as in struct pw_pkt */
+	__u8 ttl; /* as it arrived */
+	__u8 dst_mac[6];
+	__u8 src_mac[6];
+	__u8 pad[4];
+};
+PW_ASSERT_SIZE(struct pw_frag_origin, 96);
 
 /* ---- services ------------------------------------------------------- */
 

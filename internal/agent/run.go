@@ -195,7 +195,8 @@ func Run(ctx context.Context, cfg Config) (err error) {
 		NodePortMin: cfg.NodePorts.Min, NodePortMax: cfg.NodePorts.Max,
 		EventsPerSec: cfg.EventsPerSec, NoEvents: cfg.EventsPerSec == 0,
 		NoMasquerade4: cfg.Masquerade.Off4, NoMasquerade6: cfg.Masquerade.Off6, Plain: len(cfg.Masquerade.Except) > 0,
-		SourcePorts: ports, SNAT: cfg.ExternalSNAT, DSR: cfg.ExternalDSR, Log: log,
+		SourcePorts: ports, SNAT: cfg.ExternalSNAT, DSR: cfg.ExternalDSR,
+		Sysctls: cfg.Sysctls, Log: log,
 	})
 	if err != nil {
 		return err

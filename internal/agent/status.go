@@ -46,11 +46,14 @@ func (a *Agent) Status(ctx context.Context) (api.Status, error) {
 		}
 		s.Devices = []api.Device{}
 		for _, d := range w.devices {
-			if _, ok := w.attached[d.Index]; !ok {
-				continue
-			}
+			_, attached := w.attached[d.Index]
 			role := "netdev"
-			if d.Index == w.overlay {
+			switch {
+			case d.Name == node.FragName:
+				role = "reassembly" // the loader's own
+			case !attached:
+				continue
+			case d.Index == w.overlay:
 				role = "overlay"
 			}
 			s.Devices = append(s.Devices, api.Device{Name: d.Name, Ifindex: d.Index, Role: role, MTU: d.MTU, Addrs: d.Addrs})

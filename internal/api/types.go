@@ -130,7 +130,7 @@ type Node struct {
 type Device struct {
 	Name    string `json:"name"`
 	Ifindex int    `json:"ifindex"`
-	// Role is "pod", "netdev" or "overlay".
+	// Role is "pod", "netdev", "overlay" or "reassembly".
 	Role  string       `json:"role"`
 	MTU   int          `json:"mtu"`
 	Addrs []netip.Addr `json:"addrs,omitempty"`

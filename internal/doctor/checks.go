@@ -50,6 +50,8 @@ func wanted(d api.Device) []string {
 		return []string{"from_pod", "to_pod"}
 	case d.Role == "overlay":
 		return []string{"from_overlay", "to_overlay"}
+	case d.Role == "reassembly":
+		return []string{"from_frag"}
 	}
 	return []string{"from_netdev", "to_netdev"}
 }

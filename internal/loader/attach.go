@@ -30,10 +30,11 @@ var (
 	hookToOverlay   = hook{program: "to_overlay", egress: true}
 	hookToNetdev    = hook{program: "to_netdev", egress: true}
 	hookToLo        = hook{program: "to_lo", egress: true}
+	hookFromFrag    = hook{program: "from_frag"}
 )
 
 func allHooks() []hook {
-	return []hook{hookFromPod, hookJudgePod, hookSendPod, hookToPod, hookFromNetdev, hookToNetdev, hookFromOverlay, hookToOverlay, hookToLo}
+	return []hook{hookFromPod, hookJudgePod, hookSendPod, hookToPod, hookFromNetdev, hookToNetdev, hookFromOverlay, hookToOverlay, hookToLo, hookFromFrag}
 }
 
 func hookByName(program string) (hook, bool) {
@@ -290,11 +291,9 @@ func (d *Datapath) Verify(ctx context.Context) ([]string, error) {
 	for _, what := range missing {
 		repaired = append(repaired, what+" was detached, attached again")
 	}
-	missingDefrag, defragErr := d.verifyDefrag()
-	for _, what := range missingDefrag {
-		repaired = append(repaired, what+" was not pinned, attached again")
-	}
-	errs = append(errs, err, defragErr, d.pinCalls(d.objs.PwCalls), d.dropCalls())
+	made, fragErr := d.verifyReassembly()
+	repaired = append(repaired, made...)
+	errs = append(errs, err, fragErr, d.pinCalls(d.objs.PwCalls), d.dropCalls())
 	return repaired, errors.Join(errs...)
 }
 
@@ -307,8 +306,8 @@ func (d *Datapath) adoptLinks(ctx context.Context) error {
 		return fmt.Errorf("list pinned links: %w", err)
 	}
 	for _, e := range entries {
-		if isDefragPin(e.Name()) {
-			continue // this very load's
+		if isFragPin(e.Name()) {
+			continue // not ours to replace, see ensureReassembly
 		}
 		path := filepath.Join(dir, e.Name())
 		key, ok := parsePin(e.Name())
@@ -379,6 +378,8 @@ func (d *Datapath) program(h hook) *ebpf.Program {
 		return d.objs.ToNetdev
 	case hookToLo:
 		return d.objs.ToLo
+	case hookFromFrag:
+		return d.objs.FromFrag
 	}
 	return nil
 }

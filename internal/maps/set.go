@@ -35,9 +35,10 @@ type Set struct {
 	AffinityIn    Map[AffinityKey, Affinity] // of this node's pods and processes
 	SrcRanges     Map[SrcRangeKey, uint32]
 	DevAddrs      Map[uint32, DevAddrs]
-	Filtered      Map[uint32, uint32]    // a pod's veth -> the device over it, and back
-	SockRev       Map[uint64, SockAsked] // by socket cookie
-	Frags         Map[FragKey, Frag]     // datagrams in fragments
+	Filtered      Map[uint32, uint32]     // a pod's veth -> the device over it, and back
+	SockRev       Map[uint64, SockAsked]  // by socket cookie
+	Frags         Map[FragKey, Frag]      // datagrams in fragments
+	FragOrigins   Map[uint32, FragOrigin] // what those in the reassembly were
 	Churn         *Churn
 	Metrics       *Metrics
 	Events        *Events // of [NewSet] alone: nobody else may read them
@@ -68,6 +69,7 @@ func NewSet(o *bpf.DpMaps) Set {
 		Filtered:      Wrap[uint32, uint32](o.PwFiltered, bpf.DpMapPwFiltered),
 		SockRev:       Wrap[uint64, SockAsked](o.PwSockRev, bpf.DpMapPwSockRev),
 		Frags:         Wrap[FragKey, Frag](o.PwFrags, bpf.DpMapPwFrags),
+		FragOrigins:   Wrap[uint32, FragOrigin](o.PwFragOrigins, bpf.DpMapPwFragOrigins),
 		Churn:         NewChurn(o.PwChurn),
 		Metrics:       NewMetrics(o.PwMetrics),
 		Events:        NewEvents(o.PwEvents),
@@ -120,6 +122,7 @@ func OpenPinned(dir string, readOnly bool) (Set, error) {
 		{bpf.DpMapPwFiltered, &o.PwFiltered},
 		{bpf.DpMapPwSockRev, &o.PwSockRev},
 		{bpf.DpMapPwFrags, &o.PwFrags},
+		{bpf.DpMapPwFragOrigins, &o.PwFragOrigins},
 		{bpf.DpMapPwChurn, &o.PwChurn},
 		{bpf.DpMapPwMetrics, &o.PwMetrics},
 	} {
@@ -162,5 +165,5 @@ func (s Set) Close() error {
 		s.Backends.Close(), s.Endpoints.Close(), s.Addrs.Close(), s.Prefixes.Close(), s.Nodes.Close(),
 		s.NodesV6.Close(), s.NodeIDs.Close(), s.Policy.Close(), s.PortClass.Close(),
 		s.BackendStates.Close(), s.Maglev.Close(), s.Affinity.Close(), s.AffinityIn.Close(), s.SrcRanges.Close(),
-		s.DevAddrs.Close(), s.Filtered.Close(), s.SockRev.Close(), s.Frags.Close(), s.Churn.Close(), s.Metrics.Close(), s.Events.Close())
+		s.DevAddrs.Close(), s.Filtered.Close(), s.SockRev.Close(), s.Frags.Close(), s.FragOrigins.Close(), s.Churn.Close(), s.Metrics.Close(), s.Events.Close())
 }

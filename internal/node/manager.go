@@ -15,6 +15,10 @@ import (
 // OverlayName is the name of the tunnel device.
 const OverlayName = "podweir.vxlan"
 
+// FragName is the name of the device behind which the kernel reassembles
+// fragments, see package loader.
+const FragName = "podweir.frag"
+
 // OverlayAddr is an address of the tunnel device, without meaning: the
 // kernel's reverse-path filter, in its loose mode too, refuses what arrives by
 // a device without an address unless the way back leads out of that very
@@ -120,7 +124,7 @@ func (m *Manager) Devices() ([]Device, error) {
 	for _, a := range addrs {
 		ip, ok := netip.AddrFromSlice(a.IP)
 		d := byIndex[a.LinkIndex]
-		if !ok || d == nil || d.Name == OverlayName {
+		if !ok || d == nil || d.Name == OverlayName || d.Name == FragName {
 			continue
 		}
 		ip = ip.Unmap()
@@ -217,7 +221,7 @@ func Outside(devices []Device, nodeAddrs []netip.Addr) []Device {
 	}
 	var out []Device
 	for _, d := range devices {
-		if d.Name == Loopback || d.Name == OverlayName || IsHostVeth(d.Name) {
+		if d.Name == Loopback || d.Name == OverlayName || d.Name == FragName || IsHostVeth(d.Name) {
 			continue
 		}
 		take := d.Default

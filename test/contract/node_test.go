@@ -178,7 +178,7 @@ func TestL3Attachments(t *testing.T) {
 	filtered(t, ctx, w.a, veth, true)
 	looks, attached := look(), programs(t, w.a)
 	want := map[string]int{
-		"eth0 ingress from_netdev": 1, "eth0 egress to_netdev": 1, "lo egress to_lo": 1, "podweir.vxlan ingress from_overlay": 1, "podweir.vxlan egress to_overlay": 1,
+		"eth0 ingress from_netdev": 1, "eth0 egress to_netdev": 1, "lo egress to_lo": 1, "podweir.vxlan ingress from_overlay": 1, "podweir.vxlan egress to_overlay": 1, "podweir.frag ingress from_frag": 1,
 	}
 	for _, p := range []*cluster.Pod{w.client, w.local} {
 		want[hostSide(t, p).Attrs().Name+" ingress from_pod"] = 1
@@ -211,7 +211,7 @@ func TestL3Attachments(t *testing.T) {
 	}
 	// Another program detaches ours, each kind on a device; for those of the
 	// cgroup see TestSocketsOutliveTheAgent.
-	for dev, names := range map[string][]string{"eth0": {"from_netdev", "to_netdev"}, "lo": {"to_lo"}, "podweir.vxlan": {"from_overlay", "to_overlay"}, veth: {"from_pod_judge", "to_pod"}, node.CoverName(veth): {"from_pod_send"}} {
+	for dev, names := range map[string][]string{"eth0": {"from_netdev", "to_netdev"}, "lo": {"to_lo"}, "podweir.vxlan": {"from_overlay", "to_overlay"}, "podweir.frag": {"from_frag"}, veth: {"from_pod_judge", "to_pod"}, node.CoverName(veth): {"from_pod_send"}} {
 		var index int
 		ok(t, netlinkIn(w.a.Netns, func(h *netlink.Handle) error {
 			d, err := h.LinkByName(dev)

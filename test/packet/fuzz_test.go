@@ -408,7 +408,7 @@ func (w *world) liven() map[hook][]frame {
 
 // everything is a datapath that does all that is not done unless asked for.
 var everything = sync.OnceValues(func() (*datapath, error) {
-	return load(loader.Config{FlowsMax: 32768, FlowsNewMax: 32768, DSR: true, Defrag: true})
+	return load(loader.Config{FlowsMax: 32768, FlowsNewMax: 32768, DSR: true, FragIfindex: reassembles})
 })
 
 // TestFuzz has every hook see thousands of packets, from right ones to
@@ -488,6 +488,41 @@ func (w *world) fuzz(r *rand.Rand, h hook, i int, hostile bool, total map[reason
 	}
 	for why, n := range res.counts {
 		total[why] += n
+	}
+	if res.counts[reassembly] != 0 {
+		w.fuzzRisen(r, h, i, hostile, res.out)
+	}
+}
+
+// fuzzRisen sends what rose at a hook, or what has become of it, out of the
+// reassembly: nothing of it enters the stack as it is, none but a first fragment
+// begins a flow, and what was right stays right.
+func (w *world) fuzzRisen(r *rand.Rand, was hook, i int, hostile bool, pkt []byte) {
+	w.t.Helper()
+	if r.IntN(3) == 0 {
+		pkt = damage(r, slices.Clone(pkt))
+	}
+	for len(pkt) < 54 {
+		pkt = append(pkt, 0)
+	}
+	res := w.fire(shot{hook: fromFrag, dev: devFrag, risen: was, pkt: pkt, hostile: hostile, other: r.IntN(9) == 0})
+	msg := res.spoiled()
+	_, off, cut := w.datagram(res.shot, pkt)
+	_, one := res.ends()
+	switch {
+	case msg != "":
+	case res.action == actNext:
+		msg = "enters the stack by the reassembly's device"
+	case res.counts[reassembly] != 0:
+		msg = "rises again"
+	case cut && off != 0 && res.counts[created] != 0:
+		msg = "a later fragment began a flow"
+	case !one && !res.told() && !res.shot.other:
+		msg = "not exactly one outcome"
+	}
+	if msg != "" {
+		w.t.Fatalf("seed %d, packet %d, risen at %s, hostile maps %v: %s: %v, action %d\n in  %x\n out %x",
+			*fuzzSeed, i, maps.HookName(was), hostile, msg, res, int32(res.action), pkt, res.out)
 	}
 }
 

@@ -73,7 +73,6 @@ func TestN22FilteredPods(t *testing.T) {
 					w.Errorf("%s: nothing went through the limit: %s", n.NodeName, out)
 				}
 			}
-			w.T.Run("reordered", func(t *testing.T) { w.sub(t).reorderedMeetForward() })
 		})
 	}
 }

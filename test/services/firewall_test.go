@@ -32,17 +32,6 @@ func (w *world) dropForwarding() {
 	}
 }
 
-// allowForwarding ends dropForwarding's policies, and not its counters.
-func (w *world) allowForwarding() {
-	w.Helper()
-	for _, n := range w.Nodes {
-		for _, tool := range []string{"iptables-legacy", "ip6tables-legacy", "iptables-nft", "ip6tables-nft"} {
-			w.on(n.Netns, "%s -P FORWARD ACCEPT", tool)
-		}
-		w.on(n.Netns, "nft delete chain inet fw forward")
-	}
-}
-
 // forwarded is what a chain of dropForwarding has counted.
 func (w *world) forwarded(n *cluster.Node, chain string) (packets int) {
 	w.Helper()
@@ -90,6 +79,7 @@ func (w *world) withoutForwarding() {
 		}
 	}
 	w.T.Run("fragments", func(t *testing.T) { w.sub(t).largeDatagrams() })
+	w.T.Run("reordered", func(t *testing.T) { w.sub(t).reordered() })
 }
 
 // A node whose firewall forwards nothing: pods do not notice, and none of
@@ -122,7 +112,6 @@ func TestN21ForwardDrop(t *testing.T) {
 			if r.Received != 0 || w.forwarded(w.Nodes[0], "everything") == before {
 				w.Errorf("the node forwards: %+v, %s", r, strings.TrimSpace(fmt.Sprint(w.forwarded(w.Nodes[0], "everything"))))
 			}
-			w.T.Run("reordered", func(t *testing.T) { w.sub(t).reorderedMeetForward() })
 		})
 	}
 }
