@@ -14,10 +14,12 @@ PATH_CORE := test/bench/path/core/path.c
 GENERATED := internal/bpf/dp_bpfel.go
 CLANG_FORMAT ?= clang-format-19
 PACKAGES ?= ./...
+# What the programs say they are; empty: the tag or commit of the tree.
+VERSION ?=
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: deps
 deps: ## installs what is missing (apt, as root)
@@ -34,20 +36,22 @@ $(GENERATED): $(BPF_SOURCES) tools/bpf2go.sh go.mod | deps
 .PHONY: build
 build: generate ## builds bin/podweir-agent, bin/podweir-cni, bin/podweir and the test programs
 	@mkdir -p bin
-	@go build -o bin/podweir-agent ./cmd/agent
-	@go build -o bin/podweir-cni ./cmd/cni
-	@go build -o bin/podweir ./cmd/podweir
+	@stamp=$$(tools/ldflags.sh "$(VERSION)"); \
+	go build -ldflags "$$stamp" -o bin/podweir-agent ./cmd/agent; \
+	go build -ldflags "$$stamp" -o bin/podweir-cni ./cmd/cni; \
+	go build -ldflags "$$stamp" -o bin/podweir ./cmd/podweir
 	@go build -o bin/ ./test/tools/pw-server ./test/tools/pw-client
 	@go build -o bin/pw-demo ./test/demo
 	@go build -o bin/pw-bench-path ./test/bench/path
-	@go build -o bin/pw-bench-scale ./test/bench/scale
+	@go build -o bin/pw-bench-control ./test/bench/control
+	@go build -o bin/pw-bench-programs ./test/bench/programs
 	@clang-19 -O2 -Wall -Wextra -Werror -static -o bin/pw-path-core $(PATH_CORE)
 
 IMAGE ?= podweir:dev
 
 .PHONY: image
-image: generate ## builds bin/podweir-image.tar, a container image; IMAGE=NAME:TAG
-	@tools/image.sh bin/podweir-image.tar $(IMAGE)
+image: generate ## builds bin/podweir-image.tar, a container image; IMAGE=NAME:TAG VERSION=v1.2.3
+	@tools/image.sh bin/podweir-image.tar $(IMAGE) "$(VERSION)"
 
 .PHONY: fmt
 fmt: ## formats Go and C
@@ -94,10 +98,10 @@ demo-down: root ## removes what demo-keep left
 	@bin/pw-demo down
 
 .PHONY: cluster
-cluster: root build image ## Kubernetes on this machine, three nodes, podweir on it (as root); the first time builds Kubernetes
+cluster: root build image ## Kubernetes on this machine, three nodes, podweir on it (as root); PROXY=kube-proxy-nftables CNI=bridge for its peers
 	@tools/deps.sh cluster
 	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
-	@bin/pw-cluster up
+	@bin/pw-cluster up -proxy '$(PROXY)' -cni '$(CNI)'
 
 .PHONY: test-chart
 test-chart: ## renders the Helm chart and the kustomize base and compares them
@@ -106,12 +110,25 @@ test-chart: ## renders the Helm chart and the kustomize base and compares them
 .PHONY: test-cluster
 test-cluster: ## tests what runs on the cluster that make cluster brought up; CLUSTER_TESTS='-run Policy'
 	@go vet -tags realcluster ./test/realcluster/...
-	@go test -tags realcluster -count=1 -timeout 30m -parallel 64 -v $(CLUSTER_TESTS) ./test/realcluster/e2e
+	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
+	@go test -tags realcluster -count=1 -timeout 30m -parallel 64 -v -exec '$(CURDIR)/bin/pw-cluster outside' $(CLUSTER_TESTS) ./test/realcluster/e2e
+
+.PHONY: test-all
+test-all: root deps build image ## make test, then the tests of clusters that it brings up for that and takes down
+	@go build -o bin/testsum ./tools/testsum
+	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
+	@tools/test-all.sh
 
 .PHONY: cluster-down
 cluster-down: root ## removes what make cluster brought up, but for its cache
 	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
 	@bin/pw-cluster down
+
+BENCH ?=
+
+.PHONY: bench
+bench: root deps build ## podweir beside kube-proxy and plain forwarding, 20 minutes (as root); BENCH='--modes ... --paths ... --rounds ...'
+	@bin/pw-bench-path peers --json bin/bench.json --svg bin/bench $(BENCH)
 
 BENCH_PATH ?= --json bin/bench-path.json
 
@@ -126,11 +143,18 @@ bench-streams: root deps build ## iperf3 over every mode, offloads on and off: t
 	@command -v iperf3 >/dev/null || DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends iperf3 >/dev/null
 	@bin/pw-bench-path $(BENCH_STREAMS)
 
-BENCH_SCALE ?= --json bin/bench-scale.json
+BENCH_CONTROL ?= --json bin/bench-control.json
 
-.PHONY: bench-scale
-bench-scale: root deps build ## measures the control plane of services, up to 10,000 (as root); BENCH_SCALE='--sizes 1000x4 ...'
-	@bin/pw-bench-scale $(BENCH_SCALE)
+.PHONY: bench-control
+bench-control: root deps build ## the control plane beside the real kube-proxy's, up to 10,000 services (as root); BENCH_CONTROL='--sizes 1000x4 ...'
+	@bin/pw-bench-control $(BENCH_CONTROL)
+
+BENCH_PROGRAMS ?= -benchtime 3x -count 5
+
+.PHONY: bench-programs
+bench-programs: root deps build ## nanoseconds of each program on each path (as root); bin/bench-programs.txt is for benchstat
+	@go test -run '^$$' -bench 'Nothing|Programs|LiveFlows|Many' $(BENCH_PROGRAMS) ./test/packet > bin/bench-programs.txt || { cat bin/bench-programs.txt; exit 1; }
+	@bin/pw-bench-programs --json bin/bench-programs.json < bin/bench-programs.txt
 
 .PHONY: root
 root:

@@ -261,7 +261,7 @@ static __always_inline void pw_speak_as_router(const struct __sk_buff *skb, stru
 	struct pw_dev_addr *own;
 
 	barrier_var(skb);
-	ifindex = p->hook == PW_FROM_NETDEV ? skb->ifindex : 0;
+	ifindex = p->hook == PW_FROM_NETDEV ? pw_device(skb) : 0;
 	own = bpf_map_lookup_elem(&pw_dev_addrs, &ifindex);
 	if (!own)
 		own = bpf_map_lookup_elem(&pw_dev_addrs, &node);
@@ -330,13 +330,14 @@ static __always_inline int pw_send_back(struct __sk_buff *skb, const struct pw_p
 {
 	__u32 ifindex;
 
-	/* Or clang keeps the field's address, which the verifier refuses. */
-	barrier_var(skb);
-	ifindex = skb->ifindex;
+	/* Its own device, where another may be over it. */
 	if (p->hook == PW_FROM_POD) {
 		pw_make_ours(skb);
-		return bpf_redirect_peer(ifindex, 0);
+		return bpf_redirect_peer(p->from.id, 0);
 	}
+	/* Or clang keeps the field's address, which the verifier refuses. */
+	barrier_var(skb);
+	ifindex = pw_device(skb);
 	if (p->hook == PW_FROM_OVERLAY || p->stripped)
 		return pw_send_to_peer(skb, p);
 	skb->mark |= cfg_mark;

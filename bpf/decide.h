@@ -88,7 +88,7 @@ __noinline int pw_route(struct __sk_buff *skb, const struct pw_addr *src, const 
 
 	if (!src || !dst || !f)
 		return PW_DROP_NO_ROUTE;
-	fib.ifindex = skb->ifindex;
+	fib.ifindex = pw_device(skb);
 	if (pw_addr_is_v4(dst)) {
 		fib.family = PW_AF_INET;
 		fib.ipv4_src = pw_addr_word(src, 3);
@@ -380,6 +380,7 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	if (err)
 		return err;
 	s->fwd.from = p->from;
+	s->fwd.from.flags = 0;
 	s->fwd.verdict = PW_VERDICT_ALLOW;
 	s->fwd.src_gen = s->src.gen;
 	s->fwd.dst_gen = s->dst.gen;

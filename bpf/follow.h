@@ -169,12 +169,6 @@ __noinline int pw_over_limit(struct __sk_buff *skb, struct pw_pkt *p, const stru
 	return pw_exceeds(skb, p, f) != 0;
 }
 
-/*
- * What tc_index has of a fragment that the kernel is to reassemble: a hook of
- * ours has checked its source. The kernel copies it to what it makes of it.
- */
-#define PW_FRAG_TAG 0x7077
-
 /* The slow path, in slow.c; that of fragments, in fragment.c; and from_ipip.c. */
 int slow(struct __sk_buff *skb);
 int fragment(struct __sk_buff *skb);
@@ -214,13 +208,7 @@ static __always_inline int pw_go_slow(struct __sk_buff *skb, struct pw_pkt *p, s
 	return pw_drop(skb, p, PW_DROP_HELPER);
 }
 
-/* Did a hook of ours leave this, or parts of it, to the kernel's reassembly? */
-static __always_inline int pw_was_up(const struct __sk_buff *skb)
-{
-	return cfg_defrag && skb->tc_index == PW_FRAG_TAG;
-}
-
-/* The same for what the parser calls PW_DROP_FRAGMENT, and what was up. */
+/* The same for what the parser calls PW_DROP_FRAGMENT, and what is risen. */
 static __always_inline int pw_go_fragment(struct __sk_buff *skb, struct pw_pkt *p)
 {
 	struct pw_scratch *s = pw_get_scratch();

@@ -2,10 +2,10 @@
 /*
  * Fragments (RFC 791, RFC 8200 4.5). The first has the ports and is a packet
  * like any other, which may begin a flow; what it says is kept for the others,
- * which only follow. One that is ahead of its first goes up to the kernel, with
- * all of its datagram: reassembled before it is routed, and cut again when it
- * is sent on, it comes back in order at the hook of the device that it leaves
- * by. There it is judged, as from where it came.
+ * which only follow. One that is ahead of its first rises, with all of its
+ * datagram: into a network namespace of our own behind podweir.frag, where the
+ * kernel reassembles it, routes it back and cuts it again. So it comes back in
+ * order (from_frag.c), and goes on as what it was at its hook.
  */
 #ifndef PW_FRAG_H
 #define PW_FRAG_H
@@ -159,7 +159,8 @@ static __always_inline __u32 pw_frag_head(const struct pw_pkt *p, const struct p
 	return before + 8;
 }
 
-static __always_inline void pw_frag_name(struct pw_scratch *s, const struct pw_pkt *p, __u32 id)
+static __always_inline void pw_frag_name(struct pw_scratch *s, const struct pw_pkt *p, __u32 id,
+					 int risen)
 {
 	struct pw_frag_key *k = &s->frag_key;
 
@@ -172,6 +173,7 @@ static __always_inline void pw_frag_name(struct pw_scratch *s, const struct pw_p
 	k->via = p->key.via;
 	k->proto = p->v6 ? 0 : p->key.proto;
 	k->hook = p->hook;
+	k->risen = risen;
 }
 
 /* What is known of the datagram, copied into the scratch; 0 = nothing. */
@@ -193,16 +195,46 @@ static __always_inline void pw_frag_store(struct pw_scratch *s, __u32 state)
 	bpf_map_update_elem(&pw_frags, &s->frag_key, &s->frag, BPF_ANY);
 }
 
+/* Of the far end of podweir.frag, see internal/loader/reassembly.go. */
+#define PW_FRAG_PEER_MAC { 0x02, 'p', 'w', 'f', 0, 2 }
+
+/* The source MAC of a frame in the reassembly: 02 'p' TOKEN. */
+#define PW_TOKEN_AT 2
+
+/* What stands in the header while it is there: the kernel takes one. */
+#define PW_FRAG_TTL 64
+
+/* The TTL, and all that is summed up with it. Returns 0 or a reason. */
+static __always_inline int pw_set_ttl(struct __sk_buff *skb, const struct pw_pkt *p, __u8 ttl)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	struct ipv6hdr *ip6 = data + ETH_HLEN;
+	struct iphdr *ip = data + ETH_HLEN;
+
+	if (p->v6) {
+		if ((void *)(ip6 + 1) > end)
+			return PW_DROP_HELPER;
+		/* As in pw_write_l3. */
+		bpf_csum_update(skb,
+				pw_fold((__u32)bpf_htons(ttl) + (__u16)~bpf_htons(ip6->hop_limit)));
+		ip6->hop_limit = ttl;
+		return 0;
+	}
+	if ((void *)(ip + 1) > end)
+		return PW_DROP_HELPER;
+	ip->check = ~pw_fold((__u64)(__u16)~ip->check + bpf_htons(ttl << 8) +
+			     (__u16)~bpf_htons(ip->ttl << 8));
+	ip->ttl = ttl;
+	return 0;
+}
+
 /*
  * Where a fragment that the host's stack sends comes from. What the host says
  * itself has no ingress device; but neither have fragments that the kernel
  * makes of an IPv6 packet it forwards, unless they are the very ones that came
- * in. They are known by having no socket. Whose source a hook of ours has
- * checked before the kernel had them has the tag, and is where that address
- * is. Returns 0 or a reason.
+ * in. They are known by having no socket. Returns 0 or a reason.
  */
-static __always_inline int pw_frag_origin(struct __sk_buff *skb, struct pw_pkt *p,
-					  struct pw_scratch *s)
+static __always_inline int pw_frag_from(const struct __sk_buff *skb, struct pw_pkt *p)
 {
 	__u32 in = skb->ingress_ifindex;
 
@@ -210,58 +242,108 @@ static __always_inline int pw_frag_origin(struct __sk_buff *skb, struct pw_pkt *
 		return 0;
 	p->from.kind = PW_PLACE_WIRE;
 	p->from.id = in;
-	if (skb->tc_index != PW_FRAG_TAG)
-		return in ? 0 : PW_DROP_FRAGMENT;
-	pw_resolve(&p->key.src, &s->src);
-	if (s->src.ifindex && (!in || in == s->src.ifindex)) {
-		p->from.kind = PW_PLACE_POD;
-		p->from.id = s->src.ifindex;
-	} else if (s->src.node && (!in || in == cfg_overlay_ifindex)) {
-		p->from.kind = PW_PLACE_NODE;
-		p->from.id = s->src.node;
-	}
-	return 0;
+	return in ? 0 : PW_DROP_FRAGMENT;
 }
 
 /*
- * May a datagram go up to the kernel's reassembly? Its source must be true
- * here, for later nobody can tell, and its way must lead by a hook of ours that
- * judges it. Returns 0 or a reason.
+ * May a datagram rise? Its source must be true as far as its place tells, for
+ * the kernel asks nobody whose fragments it puts together; and the kernel must
+ * route it. Returns 0 or a reason.
  */
-__noinline int pw_frag_may_rise(struct __sk_buff *skb, struct pw_pkt *p)
+__noinline int pw_frag_may_rise(struct pw_pkt *p)
 {
 	struct pw_scratch *s = pw_get_scratch();
 	struct pw_place from;
-	__u32 out;
+	__u8 service;
 	int err;
 
 	if (!p || !s)
 		return PW_DROP_HELPER;
 	pw_resolve(&p->key.src, &s->src);
+	pw_resolve(&p->key.dst, &s->dst);
 	from = p->from;
+	service = p->service;
+	/* It may be a service that the wire calls, as nodes may, too. */
+	if (p->hook == PW_FROM_NETDEV && !s->dst.ifindex)
+		p->service = 1;
 	err = pw_check_source(p, &s->src);
 	p->from = from;
+	p->service = service;
 	if (err)
 		return err;
 	if (pw_addr_is_multicast(&p->key.dst))
 		return PW_DROP_MULTICAST;
-	pw_resolve(&p->key.dst, &s->dst);
 	if (!s->dst.ifindex && s->dst.flags & PW_PEER_LOCAL)
 		return PW_DROP_NO_ENDPOINT;
-	/* Behind the reassembly nobody would know of the frame. */
-	if (!cfg_defrag || p->key.via || p->service == PW_CALL_NAMED)
+	if (!cfg_frag_ifindex || pw_addr_is_link(&p->key.src) || pw_addr_is_link(&p->key.dst) ||
+	    pw_addr_is_bad_source(&p->key.dst))
 		return PW_DROP_FRAGMENT_BEFORE_FIRST;
-	if (s->dst.ifindex)
-		return 0;
-	if (p->hook != PW_FROM_POD)
-		return PW_DROP_FRAGMENT_BEFORE_FIRST;
-	/* The host would hear it without a hook between. */
-	if (s->dst.flags & PW_PEER_HOST || pw_route(skb, &p->key.src, &p->key.dst, &s->fwd))
-		return PW_DROP_FRAGMENT_BEFORE_FIRST;
-	out = s->fwd.to.id;
-	if (out == cfg_overlay_ifindex || bpf_map_lookup_elem(&pw_dev_addrs, &out))
-		return 0;
-	return PW_DROP_FRAGMENT_BEFORE_FIRST;
+	return 0;
+}
+
+/* Writes down what the datagram was here. Returns 0 or a reason. */
+static __always_inline int pw_frag_leave_word(struct __sk_buff *skb, const struct pw_pkt *p,
+					      struct pw_scratch *s)
+{
+	void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
+	struct pw_frag_origin *o = &s->origin;
+	struct ethhdr *eth = data;
+	__u32 token;
+
+	if ((void *)(eth + 1) > end)
+		return PW_DROP_HELPER;
+	o->key = s->frag_key;
+	o->named = s->named;
+	o->named_port = s->named_port;
+	o->device = skb->ifindex;
+	o->service = p->service;
+	o->ttl = p->ttl;
+	__builtin_memcpy(o->dst_mac, eth->h_dest, 6);
+	__builtin_memcpy(o->src_mac, eth->h_source, 6);
+	token = s->frag.token;
+	return bpf_map_update_elem(&pw_frag_origins, &token, o, BPF_ANY) ? PW_DROP_HELPER : 0;
+}
+
+/* Into the reassembly, by the token in s->frag. */
+static __always_inline int pw_frag_rise(struct __sk_buff *skb, const struct pw_pkt *p,
+					struct pw_scratch *s)
+{
+	static const __u8 dst[6] = PW_FRAG_PEER_MAC;
+	void *data, *end;
+	struct ethhdr *eth;
+	int err;
+
+	err = pw_frag_leave_word(skb, p, s);
+	if (!err)
+		err = pw_set_ttl(skb, p, PW_FRAG_TTL);
+	if (err)
+		return pw_drop(skb, p, err);
+	data = (void *)(long)skb->data;
+	end = (void *)(long)skb->data_end;
+	eth = data;
+	if ((void *)(eth + 1) > end)
+		return pw_drop(skb, p, PW_DROP_HELPER);
+	__builtin_memcpy(eth->h_dest, dst, 6);
+	eth->h_source[0] = 0x02;
+	eth->h_source[1] = 'p';
+	__builtin_memcpy(eth->h_source + PW_TOKEN_AT, &s->frag.token, 4);
+	pw_count(PW_FRAGMENT_REASSEMBLY, p->hook, p->v6, skb->len);
+	return bpf_redirect(cfg_frag_ifindex, 0);
+}
+
+/*
+ * Out of the reassembly, and the host's own: to its stack by the device that
+ * it came in by, whose hook is told so. Of one IPv6 datagram it finds that
+ * out, for the kernel has given it another id.
+ */
+static __always_inline int pw_frag_return(struct __sk_buff *skb, const struct pw_pkt *p,
+					  struct pw_scratch *s)
+{
+	s->frag.seen = pw_now();
+	s->frag.state = PW_FRAG_HOST;
+	bpf_map_update_elem(&pw_frags, &s->origin.key, &s->frag, BPF_ANY);
+	pw_count(PW_PASS, p->hook, p->v6, skb->len);
+	return bpf_redirect(s->origin.device, BPF_F_INGRESS);
 }
 
 #endif

@@ -4,13 +4,14 @@
  * the scratch. What is followed goes on in slow.c.
  */
 #include "event.h"
+#include "filtered.h"
 #include "frag.h"
 
 /* What becomes of a fragment, unless it is the reason of a drop. */
 enum pw_frag_act {
 	PW_FRAG_FOLLOW = 0, /* in slow.c */
 	PW_FRAG_PASS = -1,  /* not ours */
-	PW_FRAG_RISE = -2,  /* to the kernel's reassembly */
+	PW_FRAG_RISE = -2,  /* to the kernel's reassembly, by the token in the scratch */
 };
 
 /* A hook that the host's own packets pass, too; from_netdev: to whom no pod is. */
@@ -35,8 +36,14 @@ static __always_inline int pw_frag_first(struct __sk_buff *skb, struct pw_pkt *p
 					 struct pw_scratch *s, const struct pw_fragment *fr)
 {
 	__u32 state = pw_frag_load(s);
-	int err = pw_frag_ports(skb, p, fr);
+	int err;
 
+	/* Whatever it is, the others are there. */
+	if (state == PW_FRAG_STACK) {
+		err = pw_frag_may_rise(p);
+		return err ?: PW_FRAG_RISE;
+	}
+	err = pw_frag_ports(skb, p, fr);
 	if (!err && p->kind != PW_KIND_FLOW)
 		err = PW_DROP_FRAGMENT;
 	if (err)
@@ -46,10 +53,6 @@ static __always_inline int pw_frag_first(struct __sk_buff *skb, struct pw_pkt *p
 		if (state || p->hook == PW_FROM_NETDEV)
 			pw_frag_store(s, PW_FRAG_HOST);
 		return PW_FRAG_PASS;
-	}
-	if (state == PW_FRAG_STACK) {
-		err = pw_frag_may_rise(skb, p);
-		return err ?: PW_FRAG_RISE;
 	}
 	/* Nobody will ever have all of it. */
 	if (state == PW_FRAG_SPLIT)
@@ -67,7 +70,7 @@ static __always_inline int pw_frag_later(struct __sk_buff *skb, struct pw_pkt *p
 					 struct pw_scratch *s, const struct pw_fragment *fr)
 {
 	__u32 state = pw_frag_load(s);
-	int err;
+	int err, hosts;
 
 	if (state == PW_FRAG_PORTS) {
 		/* Nothing may be put over what was judged. */
@@ -79,35 +82,39 @@ static __always_inline int pw_frag_later(struct __sk_buff *skb, struct pw_pkt *p
 		p->kind = PW_KIND_LATER;
 		return PW_FRAG_FOLLOW;
 	}
-	if (pw_frag_is_hosts(p)) {
-		if (!state && p->hook == PW_FROM_NETDEV)
-			pw_frag_store(s, PW_FRAG_SPLIT);
+	hosts = pw_frag_is_hosts(p);
+	/* What is risen is in order, and so is what the stack sends. */
+	if (s->frag_key.risen || !pw_is_ingress(p))
+		return hosts ? PW_FRAG_PASS : PW_DROP_FRAGMENT_BEFORE_FIRST;
+	if (hosts && (state == PW_FRAG_HOST || state == PW_FRAG_SPLIT))
 		return PW_FRAG_PASS;
-	}
-	/* The stack sends in order. */
-	err = pw_is_ingress(p) ? pw_frag_may_rise(skb, p) : PW_DROP_FRAGMENT_BEFORE_FIRST;
-	/* Of a liar nothing is kept. */
-	if (!state && (!err || err == PW_DROP_FRAGMENT_BEFORE_FIRST))
+	err = pw_frag_may_rise(p);
+	/* Of a liar nothing is kept, unless it is the host's to judge. */
+	if (!state && (!err || err == PW_DROP_FRAGMENT_BEFORE_FIRST || hosts)) {
+		s->frag.token = bpf_get_prandom_u32() | 1;
 		pw_frag_store(s, err ? PW_FRAG_SPLIT : PW_FRAG_STACK);
-	return err ?: PW_FRAG_RISE;
+	}
+	if (err)
+		return hosts ? PW_FRAG_PASS : err;
+	return PW_FRAG_RISE;
 }
 
 static __always_inline int pw_frag_sort(struct __sk_buff *skb, struct pw_pkt *p,
 					struct pw_scratch *s)
 {
 	struct pw_fragment fr = {};
-	int err = pw_frag_origin(skb, p, s);
+	int err = pw_frag_from(skb, p);
 
-	/* What was up may be small enough to come back in one piece. */
+	/* What is risen may be small enough to come back in one piece. */
 	if (!err && p->kind == PW_KIND_LINK)
 		err = PW_DROP_MULTICAST;
 	if (!err && p->kind != PW_KIND_NONE)
-		return pw_frag_is_hosts(p) ? PW_FRAG_PASS : PW_FRAG_FOLLOW;
+		return pw_frag_leave(skb, p) ? PW_FRAG_PASS : PW_FRAG_FOLLOW;
 	if (!err)
 		err = pw_frag_parse(skb, p, &fr);
 	if (err)
 		return pw_frag_is_hosts(p) ? PW_FRAG_PASS : err;
-	pw_frag_name(s, p, fr.id);
+	pw_frag_name(s, p, fr.id, pw_is_risen(skb));
 	return fr.off ? pw_frag_later(skb, p, s, &fr) : pw_frag_first(skb, p, s, &fr);
 }
 
@@ -126,12 +133,13 @@ int fragment(struct __sk_buff *skb)
 	case PW_FRAG_FOLLOW:
 		return pw_go_slow(skb, &p, s);
 	case PW_FRAG_PASS:
-		return pw_pass(skb, &p);
+		return pw_is_risen(skb) ? pw_frag_return(skb, &p, s) : pw_pass(skb, &p);
 	case PW_FRAG_RISE:
-		pw_count(PW_FRAGMENT_REASSEMBLY, p.hook, p.v6, skb->len);
-		skb->tc_index = PW_FRAG_TAG;
-		pw_make_ours(skb);
-		return pw_pass(skb, &p);
+		if (p.from.flags & PW_PLACE_FILTERED) {
+			pw_to_filters(skb);
+			return PW_NEXT;
+		}
+		return pw_frag_rise(skb, &p, s);
 	}
 	pw_tell(&p, act);
 	return pw_drop(skb, &p, act);

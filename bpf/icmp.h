@@ -9,6 +9,7 @@
 #define PW_ICMP_H
 
 #include "decide.h"
+#include "filtered.h"
 #include "flow.h"
 #include "nat.h"
 #include "tunnel.h"
@@ -334,7 +335,8 @@ __noinline int pw_icmp_error(struct __sk_buff *skb, struct pw_pkt *p)
 		return PW_DROP_ICMP_UNRELATED;
 	if (s->fwd.verdict != PW_VERDICT_ALLOW)
 		return s->fwd.reason ?: PW_DROP_HELPER;
-	if (!(s->fwd.flags & PW_F_XLATE))
+	/* What is left to filters comes again, and is translated then. */
+	if (!(s->fwd.flags & PW_F_XLATE) || pw_leaves(p, &s->fwd))
 		return 0;
 	err = pw_write_quote(skb, p);
 	if (err)

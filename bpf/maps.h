@@ -48,6 +48,19 @@ struct {
 	__uint(pinning, LIBBPF_PIN_BY_NAME);
 } pw_frags SEC(".maps");
 
+/*
+ * Datagrams that are in the reassembly, by a token of their own, written by
+ * the programs alone. Full: the one that was last heard of longest ago is
+ * dropped when it comes back.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 16384);
+	__type(key, __u32);
+	__type(value, struct pw_frag_origin);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_frag_origins SEC(".maps");
+
 /* Generations. Full = the agent gives slot 1, shared by all that overflow. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -154,6 +167,20 @@ struct {
 	__type(value, struct pw_endpoint);
 	__uint(pinning, LIBBPF_PIN_BY_NAME);
 } pw_endpoints SEC(".maps");
+
+/*
+ * Pods' veths with filters of others at their ingress (ifindex) -> the device
+ * that the agent has put over it, and that device -> the veth. See filtered.h.
+ * Full: the pod's packets pass its filters by, which is reported.
+ */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 8192);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u32);
+	__type(value, __u32);
+	__uint(pinning, LIBBPF_PIN_BY_NAME);
+} pw_filtered SEC(".maps");
 
 /* Exact addresses: pods of all nodes, nodes, this node's own. */
 struct {

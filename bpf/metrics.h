@@ -7,8 +7,7 @@
 
 static __always_inline struct pw_counter *pw_counter_of(__u32 reason, __u32 hook, __u32 v6)
 {
-	__u32 i = ((reason & (PW_REASON_MAX - 1)) * PW_HOOK_MAX + (hook & (PW_HOOK_MAX - 1))) * 2 +
-		  (v6 & 1);
+	__u32 i = ((reason & (PW_REASON_MAX - 1)) * PW_HOOK_MAX + hook) * 2 + (v6 & 1);
 
 	return bpf_map_lookup_elem(&pw_metrics, &i);
 }

@@ -61,6 +61,7 @@ struct pw_scratch {
 	struct pw_flow_key arg;  /* see pw_key_arg */
 	struct pw_frag_key frag_key;
 	struct pw_frag frag;
+	struct pw_frag_origin origin; /* of what goes into the reassembly, or comes out of it */
 	struct pw_target src;
 	struct pw_target dst;
 	struct pw_addr named; /* the backend that a packet's frame names, see dsr.h */
@@ -93,6 +94,29 @@ static __always_inline struct pw_scratch *pw_get_scratch_of(__u32 who)
 static __always_inline struct pw_scratch *pw_get_scratch(void)
 {
 	return pw_get_scratch_of(PW_SCRATCH_PACKET);
+}
+
+/* Does it come out of the reassembly, see from_frag.c? */
+static __always_inline int pw_is_risen(const struct __sk_buff *skb)
+{
+	__u32 here = skb->ifindex;
+
+	/* The verifier wants the context read by itself, not through a pointer. */
+	asm volatile("" : "+r"(here));
+	return cfg_frag_ifindex && here == cfg_frag_ifindex;
+}
+
+/* The device of the packet's hook; of the hook where it was first seen. */
+static __always_inline __u32 pw_device(const struct __sk_buff *skb)
+{
+	struct pw_scratch *s;
+	__u32 here = skb->ifindex;
+
+	asm volatile("" : "+r"(here));
+	if (!pw_is_risen(skb))
+		return here;
+	s = pw_get_scratch();
+	return s ? s->origin.device : here;
 }
 
 /*

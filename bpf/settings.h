@@ -62,8 +62,8 @@ const volatile __u32 cfg_events_per_sec = 100;
  */
 const volatile __u64 cfg_netns_cookie = 0;
 
-/* Does the kernel reassemble what is passed up to it before it is routed? */
-const volatile __u8 cfg_defrag = 0;
+/* podweir.frag, behind which the kernel reassembles. 0 = this one cannot. */
+const volatile __u32 cfg_frag_ifindex = 0;
 
 /* How long the ports of a datagram's first fragment are those of the rest. */
 const volatile __u64 cfg_frag_time = 10 * PW_SEC;

@@ -7,6 +7,7 @@
 #include "answer.h"
 #include "decide.h"
 #include "deliver.h"
+#include "filtered.h"
 #include "flow.h"
 #include "follow.h"
 #include "icmp.h"
@@ -131,6 +132,24 @@ static __always_inline int pw_slow(struct __sk_buff *skb, struct pw_pkt *p)
 	return err == PW_REVIEW_AGAIN ? PW_DROP_FLOW_INSERT : err;
 }
 
+/*
+ * Up to the stack, out of the reassembly: by the tunnel's device, like what
+ * pw_to_host does not leave where it is.
+ */
+static __always_inline int pw_risen_to_host(struct __sk_buff *skb, struct pw_pkt *p,
+					    const struct pw_flow *f)
+{
+	int err = 0;
+
+	if (f->flags & PW_F_XLATE)
+		err = pw_rewrite(skb, p, f, 0, p->kind == PW_KIND_LATER);
+	if (err)
+		return pw_drop(skb, p, err);
+	pw_count(PW_FWD_HOST, p->hook, p->v6, skb->len);
+	skb->mark |= cfg_mark;
+	return bpf_redirect(cfg_overlay_ifindex, BPF_F_INGRESS);
+}
+
 static __always_inline int pw_follow_error(struct __sk_buff *skb, struct pw_pkt *p)
 {
 	struct pw_scratch *s = pw_get_scratch();
@@ -143,6 +162,10 @@ static __always_inline int pw_follow_error(struct __sk_buff *skb, struct pw_pkt 
 		return pw_pass(skb, p);
 	if (err)
 		return pw_drop(skb, p, err);
+	if (pw_leave(skb, p, &s->fwd))
+		return PW_NEXT;
+	if (s->fwd.to.kind == PW_PLACE_HOST && pw_is_risen(skb))
+		return pw_risen_to_host(skb, p, &s->fwd);
 	return pw_act(skb, p, &s->fwd, pw_node_of(&s->fwd));
 }
 
@@ -195,6 +218,8 @@ int slow(struct __sk_buff *skb)
 	/* As a router: first the time, then the size. */
 	if (pw_expires(&p, &s->fwd))
 		return pw_tell_ttl(skb, &p);
+	if (s->fwd.to.kind == PW_PLACE_HOST && pw_is_risen(skb))
+		return pw_risen_to_host(skb, &p, &s->fwd);
 	node = pw_node_of(&s->fwd);
 	if (pw_is_limited(skb, &p, &s->fwd, node) && pw_limit(skb, &p, &s->fwd)) {
 		if (pw_tell_mtu(skb, &p))
@@ -203,5 +228,7 @@ int slow(struct __sk_buff *skb)
 		if (!pw_takes_tunnel(&s->fwd))
 			return pw_drop(skb, &p, PW_DROP_TOO_BIG);
 	}
+	if (pw_leave(skb, &p, &s->fwd))
+		return PW_NEXT;
 	return pw_act_on(skb, &p, &s->fwd, node, p.kind == PW_KIND_LATER);
 }

@@ -15,14 +15,12 @@ int to_netdev(struct __sk_buff *skb)
 
 	if (pw_take_mark(skb))
 		return PW_NEXT;
-	/* What the host forwards is not ours, but for what we left to its reassembly. */
-	if (skb->ingress_ifindex && !pw_was_up(skb))
+	/* What the host forwards is not ours. */
+	if (skb->ingress_ifindex)
 		return PW_NEXT;
 	err = pw_parse_from_stack(skb, &p);
-	if (err == PW_DROP_FRAGMENT || (!err && pw_was_up(skb)))
+	if (err == PW_DROP_FRAGMENT)
 		return pw_go_fragment(skb, &p);
-	if (pw_was_up(skb))
-		return pw_drop(skb, &p, err);
 	if (err)
 		return pw_pass(skb, &p);
 	/* The tunnel's own packets. */

@@ -17,7 +17,7 @@ int to_overlay(struct __sk_buff *skb)
 	err = pw_parse_from_stack(skb, &p);
 	if (err && err != PW_DROP_FRAGMENT)
 		return pw_drop(skb, &p, err);
-	if (err || pw_was_up(skb))
+	if (err)
 		return pw_go_fragment(skb, &p);
 	/* The device has no neighbours to ask for. */
 	if (p.kind == PW_KIND_LINK)

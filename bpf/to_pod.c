@@ -17,7 +17,7 @@ int to_pod(struct __sk_buff *skb)
 	err = pw_parse_from_stack(skb, &p);
 	if (err && err != PW_DROP_FRAGMENT)
 		return pw_drop(skb, &p, err);
-	if (err || pw_was_up(skb))
+	if (err)
 		return pw_go_fragment(skb, &p);
 	if (p.kind == PW_KIND_LINK)
 		return pw_pass(skb, &p);

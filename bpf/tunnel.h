@@ -22,6 +22,7 @@
 #define PW_SRC_MAC { 0x02, 'p', 'w', 0, 0, PW_FRAME_PLAIN }
 #define PW_VIA_MAC { 0x02, 'p', 'w', 0, 0, PW_FRAME_VIA }
 #define PW_PACKET_HOST 0
+#define PW_PACKET_OTHERHOST 3
 
 /* Outer source ports, from the flow: the dynamic range (RFC 6335). */
 static __always_inline __u16 pw_outer_sport(__u32 hash)

@@ -115,11 +115,12 @@ enum pw_hook {
 	PW_TO_OVERLAY = 5,
 	PW_TO_LO = 6,
 	PW_SOCKET = 7, /* connect() of a host process */
-	PW_HOOK_MAX = 8,
+	PW_FROM_FRAG = 8, /* out of the reassembly; counted at the hook that it was at before */
+	PW_HOOK_MAX = 9,
 };
 
 /*
- * One counter per {reason, hook, family}: index = (reason * 8 + hook) * 2 +
+ * One counter per {reason, hook, family}: index = (reason * 9 + hook) * 2 +
  * (1 for IPv6). A per-CPU array: no contention, no allocation.
  */
 struct pw_counter {
@@ -159,12 +160,14 @@ enum pw_place_kind {
 /* How a place takes packets. No part of which place it is. */
 enum pw_place_flags {
 	PW_PLACE_QDISC = 1, /* POD: through the qdisc of its veth, see PW_EP_QDISC */
+	PW_PLACE_COVERED = 2, /* POD, of a packet's from: a device may be over its veth */
+	PW_PLACE_FILTERED = 4, /* the same: others' filters come before it is sent on */
 };
 
 struct pw_place {
 	__u32 id;
 	__u8 kind;
-	__u8 flags; /* enum pw_place_flags; of a flow's to alone */
+	__u8 flags; /* enum pw_place_flags; of a flow, in its to alone */
 	__u8 pad[2];
 };
 PW_ASSERT_SIZE(struct pw_place, 8);
@@ -272,7 +275,8 @@ struct pw_frag_key {
 	__u8 proto;
 	__u8 kind; /* enum pw_place_kind */
 	__u8 hook; /* enum pw_hook */
-	__u8 pad[7];
+	__u8 risen; /* out of the reassembly: in order, and under another id if it is IPv6 */
+	__u8 pad[6];
 };
 PW_ASSERT_SIZE(struct pw_frag_key, 56);
 
@@ -285,13 +289,29 @@ enum pw_frag_state {
 
 struct pw_frag {
 	__u64 seen; /* when this was written */
+	__u32 token; /* PW_FRAG_STACK: key of pw_frag_origins */
+	__u32 pad;
 	__u16 sport;
 	__u16 dport;
 	__u16 head; /* bytes of the datagram that the first's headers take */
 	__u8 proto;
 	__u8 state; /* enum pw_frag_state */
 };
-PW_ASSERT_SIZE(struct pw_frag, 16);
+PW_ASSERT_SIZE(struct pw_frag, 24);
+
+/* What a datagram that goes up to the kernel's reassembly was at its hook. */
+struct pw_frag_origin {
+	struct pw_frag_key key;
+	struct pw_addr named; /* the backend that its frames name, see dsr.h */
+	__u32 device; /* of the hook */
+	__u16 named_port;
+	__u8 service; /* as in struct pw_pkt */
+	__u8 ttl; /* as it arrived */
+	__u8 dst_mac[6];
+	__u8 src_mac[6];
+	__u8 pad[4];
+};
+PW_ASSERT_SIZE(struct pw_frag_origin, 96);
 
 /* ---- services ------------------------------------------------------- */
 

@@ -2,6 +2,7 @@ package main
 
 import (
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -67,19 +68,30 @@ func TestDeployedCommandLines(t *testing.T) {
 	}
 }
 
-// The settings that are shipped, and those that they suggest.
+// The settings that are shipped, those that they suggest, and the overlays'.
 func TestDeployedSettings(t *testing.T) {
-	data, err := os.ReadFile("../../deploy/base/agent.yaml")
-	if err != nil {
-		t.Fatal(err)
+	files, err := filepath.Glob("../../deploy/overlays/*/agent.yaml")
+	if err != nil || len(files) < 3 {
+		t.Fatalf("settings of overlays: %v, %v", files, err)
 	}
-	for _, content := range []string{string(data), strings.ReplaceAll(string(data), "\n#apiserver", "\napiserver")} {
-		name := t.TempDir() + "/agent.yaml"
-		if err := os.WriteFile(name, []byte(content), 0o600); err != nil {
+	for _, file := range append(files, "../../deploy/base/agent.yaml") {
+		data, err := os.ReadFile(file)
+		if err != nil {
 			t.Fatal(err)
 		}
-		if err := fromFile(command(), name); err != nil {
-			t.Error(err)
+		for _, content := range []string{string(data), strings.ReplaceAll(string(data), "\n#apiserver", "\napiserver")} {
+			name := t.TempDir() + "/agent.yaml"
+			if err := os.WriteFile(name, []byte(content), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			var f flags
+			err := fromFile(commandOf(&f), name)
+			if err == nil {
+				err = f.complete()
+			}
+			if err != nil {
+				t.Errorf("%s: %v", file, err)
+			}
 		}
 	}
 }

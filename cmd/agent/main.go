@@ -12,7 +12,6 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime"
-	"runtime/debug"
 	"strconv"
 	"strings"
 
@@ -26,6 +25,7 @@ import (
 	"github.com/podweir/podweir/internal/service"
 	"github.com/podweir/podweir/internal/sourceport"
 	"github.com/podweir/podweir/internal/tunnel"
+	"github.com/podweir/podweir/internal/version"
 )
 
 const (
@@ -93,7 +93,7 @@ When it stops, programs and maps stay in place and traffic goes on;
 		Args:          noArgs,
 		SilenceUsage:  true,
 		SilenceErrors: true,
-		Version:       version(),
+		Version:       version.String(),
 		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error {
 			if f.config == "" {
 				return nil
@@ -179,7 +179,7 @@ func (f *flags) complete() (err error) {
 	if f.Log, err = f.logger(); err != nil {
 		return err
 	}
-	f.Version = version()
+	f.Version = version.String()
 	if f.NodeName == "" {
 		if f.NodeName, err = os.Hostname(); err != nil {
 			return fmt.Errorf("--node-name is not given and the host name unknown: %w", err)
@@ -242,11 +242,14 @@ func (f *flags) complete() (err error) {
 	if f.Mark == 0x4000 || f.Mark == 0x8000 {
 		return fmt.Errorf("--mark %#x is kube-proxy's; choose another bit", f.Mark)
 	}
-	for name, addr := range map[string]string{"--healthz-bind-address": f.HealthzBind, "--metrics-bind-address": f.MetricsBind, "--pprof-bind-address": f.PprofBind} {
-		if addr == "" {
+	for _, a := range []struct{ flag, addr string }{
+		{"--listen", f.Listen}, {"--healthz-bind-address", f.HealthzBind},
+		{"--metrics-bind-address", f.MetricsBind}, {"--pprof-bind-address", f.PprofBind},
+	} {
+		if a.addr == "" {
 			continue
 		}
-		host, port, err := net.SplitHostPort(addr)
+		host, port, err := net.SplitHostPort(a.addr)
 		if err == nil {
 			_, err = strconv.ParseUint(port, 10, 16)
 		}
@@ -254,7 +257,7 @@ func (f *flags) complete() (err error) {
 			_, err = netip.ParseAddr(host)
 		}
 		if err != nil {
-			return fmt.Errorf("%s %q: must be ADDRESS:PORT, such as 0.0.0.0:10256 or [::1]:10249, or empty: %w", name, addr, err)
+			return fmt.Errorf("%s %q: must be ADDRESS:PORT, such as 0.0.0.0:10256 or [::1]:10249, or empty: %w", a.flag, a.addr, err)
 		}
 	}
 	if f.Cgroup != "" && f.Cgroup != loader.NoCgroup {
@@ -338,12 +341,4 @@ func (f *flags) logger() (*slog.Logger, error) {
 		return slog.New(slog.NewJSONHandler(os.Stderr, opts)), nil
 	}
 	return nil, fmt.Errorf("--log-format %q: must be text or json", f.logFormat)
-}
-
-func version() string {
-	info, ok := debug.ReadBuildInfo()
-	if !ok || info.Main.Version == "" {
-		return "devel"
-	}
-	return info.Main.Version
 }

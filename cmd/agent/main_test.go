@@ -29,6 +29,8 @@ func TestBadFlags(t *testing.T) {
 		{"--events-per-second -1", "invalid argument"},
 		{"--events-per-second 2000000000", "at most 10000"},
 		{"--routing-mode bird", "vxlan, ipip, cross-subnet, ipip-cross-subnet, direct"},
+		{"--listen foo", "--listen \"foo\": must be ADDRESS:PORT"},
+		{"--listen 127.0.0.1:http", "--listen"},
 		{"--healthz-bind-address 10256", "ADDRESS:PORT"},
 		{"--metrics-bind-address 127.0.0.1:99999", "--metrics-bind-address"},
 		{"--pprof-bind-address 6060", "--pprof-bind-address"},

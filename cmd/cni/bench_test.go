@@ -34,6 +34,13 @@ func TestMain(m *testing.M) { os.Exit(testMain(m)) }
 
 // testMain builds the plugin once, before the tests enter their namespaces.
 func testMain(m *testing.M) int {
+	if name := filepath.Base(os.Args[0]); name == beforePlugin || name == afterPlugin {
+		runChained(name)
+		return 0
+	}
+	if as := os.Getenv(asEnv); as != "" {
+		return runAs(as) // a process that a test started, see process_test.go
+	}
 	if os.Getenv(binEnv) == "" {
 		dir, err := os.MkdirTemp("", "podweir-cni")
 		if err == nil {
@@ -62,6 +69,9 @@ type node struct {
 	bin, state, socket string
 	fakes              *endpointtest.Fakes
 	ipam               *ipam.Allocator
+	cidrs              []string
+	step               func(string)
+	wrap               func(http.Handler) http.Handler
 	server             *http.Server
 	served             chan error
 	cni                *libcni.CNIConfig
@@ -72,7 +82,7 @@ func newNode(t *testing.T) *node {
 	dir := t.TempDir()
 	n := &node{
 		t: t, bin: os.Getenv(binEnv), state: filepath.Join(dir, "state"), socket: filepath.Join(dir, "agent.sock"),
-		fakes: &endpointtest.Fakes{},
+		fakes: &endpointtest.Fakes{}, cidrs: []string{"10.244.80.0/24", "fd00:10:244:50::/64"},
 	}
 	n.cni = libcni.NewCNIConfigWithCacheDir([]string{n.bin}, filepath.Join(dir, "cache"), &invoke.DefaultExec{
 		RawExec:       &invoke.RawExec{Stderr: os.Stderr},
@@ -90,15 +100,31 @@ func newNode(t *testing.T) *node {
 // start runs an agent over the state on disk.
 func (n *node) start() {
 	n.t.Helper()
+	n.listen()
+	if err := n.Restore(n.t.Context()); err != nil {
+		n.t.Error(err)
+	}
+}
+
+// listen starts an agent that is not through with starting.
+func (n *node) listen() {
+	n.t.Helper()
 	n.ipam = &ipam.Allocator{}
-	err := n.ipam.SetCIDRs([]netip.Prefix{
-		netip.MustParsePrefix("10.244.80.0/24"), netip.MustParsePrefix("fd00:10:244:50::/64"),
-	})
+	var cidrs []netip.Prefix
+	for _, c := range n.cidrs {
+		cidrs = append(cidrs, netip.MustParsePrefix(c))
+	}
+	err := n.ipam.SetCIDRs(cidrs)
 	if err != nil {
 		n.t.Fatal(err)
 	}
 	n.Manager, err = endpoint.New(endpoint.Config{
 		StateDir: n.state, IPAM: n.ipam, Datapath: n.fakes, Regenerator: n.fakes, MTU: func() int { return 1450 },
+		Step: func(s string) {
+			if n.step != nil {
+				n.step(s)
+			}
+		},
 	})
 	if err != nil {
 		n.t.Fatal(err)
@@ -107,12 +133,13 @@ func (n *node) start() {
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	n.server = &http.Server{Handler: cniapi.Handler(n.Manager)}
+	handler := cniapi.Handler(n.Manager)
+	if n.wrap != nil {
+		handler = n.wrap(handler)
+	}
+	n.server = &http.Server{Handler: handler}
 	n.served = make(chan error, 1)
 	go func(s *http.Server) { n.served <- s.Serve(l) }(n.server)
-	if err := n.Restore(n.t.Context()); err != nil {
-		n.t.Error(err)
-	}
 }
 
 // stop ends the agent; connections break.
@@ -248,7 +275,7 @@ func (n *node) expectNothing() {
 func expectCNI(t *testing.T, err error, code uint, texts ...string) {
 	t.Helper()
 	var e *types.Error
-	if !errors.As(err, &e) || e.Code != code {
+	if !errors.As(err, &e) || e == nil || e.Code != code {
 		t.Errorf("error %v (%+v), want code %d", err, e, code)
 		return
 	}

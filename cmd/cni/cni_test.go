@@ -13,6 +13,7 @@ import (
 
 	"github.com/containernetworking/cni/libcni"
 	"github.com/containernetworking/cni/pkg/types"
+	types100 "github.com/containernetworking/cni/pkg/types/100"
 	"github.com/vishvananda/netlink"
 
 	"github.com/podweir/podweir/internal/endpoint"
@@ -269,15 +270,15 @@ func TestConcurrentAdds(t *testing.T) {
 	}
 	seen := map[string]bool{}
 	for _, r := range results {
-		addrs, err := resultAddrs(r)
-		if err != nil || len(addrs) != 2 {
+		res, err := types100.NewResultFromResult(r)
+		if err != nil || len(res.IPs) != 2 {
 			t.Fatalf("result %v: %v", r, err)
 		}
-		for _, a := range addrs {
-			if seen[a.String()] {
+		for _, a := range res.IPs {
+			if seen[a.Address.String()] {
 				t.Errorf("%s was given twice", a)
 			}
-			seen[a.String()] = true
+			seen[a.Address.String()] = true
 		}
 	}
 	for _, rt := range rts {

@@ -2,7 +2,6 @@ package main
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net/netip"
@@ -12,6 +11,7 @@ import (
 
 	"github.com/containernetworking/cni/pkg/skel"
 	"github.com/containernetworking/cni/pkg/types"
+	types100 "github.com/containernetworking/cni/pkg/types/100"
 	"github.com/containernetworking/cni/pkg/version"
 
 	"github.com/podweir/podweir/internal/endpoint"
@@ -40,7 +40,10 @@ type config struct {
 		} `json:"cni"`
 	} `json:"args"`
 
-	hasValid bool // the list of valid attachments is there, if perhaps empty
+	// hasValid: the list of valid attachments is there, if perhaps empty. That
+	// is what null stands for: the library that runtimes use writes it for a
+	// list without elements.
+	hasValid bool
 	timeout  time.Duration
 	level    slog.Level
 }
@@ -249,24 +252,22 @@ func parsePortMappings(list []portMapping) ([]endpoint.PortMapping, error) {
 	return out, nil
 }
 
-// previousAddrs returns the addresses in the result of ADD.
-func previousAddrs(data []byte) ([]netip.Addr, error) {
+// previous is the result of the plugins before this one, or, at CHECK, of all;
+// nil if there is none.
+func previous(data []byte) (*types100.Result, error) {
 	conf := types.PluginConf{}
 	if err := json.Unmarshal(data, &conf); err != nil {
 		return nil, badConfig("%v", err)
 	}
 	if conf.RawPrevResult == nil {
-		return nil, badConfig("prevResult is missing")
+		return nil, nil
 	}
 	if err := version.ParsePrevResult(&conf); err != nil {
 		return nil, badConfig("prevResult: %v", err)
 	}
-	addrs, err := resultAddrs(conf.PrevResult)
+	prev, err := types100.NewResultFromResult(conf.PrevResult)
 	if err != nil {
 		return nil, badConfig("prevResult: %v", err)
 	}
-	if len(addrs) == 0 {
-		return nil, badConfig("prevResult: %v", errors.New("it has no addresses"))
-	}
-	return addrs, nil
+	return prev, nil
 }

@@ -3,22 +3,56 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/containernetworking/cni/pkg/skel"
 	"github.com/containernetworking/cni/pkg/types"
-	"github.com/containernetworking/cni/pkg/version"
+	cniversion "github.com/containernetworking/cni/pkg/version"
 
 	"github.com/podweir/podweir/internal/cniapi"
 	"github.com/podweir/podweir/internal/endpoint"
+	"github.com/podweir/podweir/internal/version"
 )
 
 func main() {
-	skel.PluginMainFuncs(skel.CNIFuncs{Add: add, Del: del, Check: check, GC: gc, Status: status},
-		version.PluginSupports("0.3.1", "0.4.0", "1.0.0", "1.1.0"),
-		"podweir-cni: CNI plugin of podweir")
+	// Runtimes give no arguments, so these are somebody's at a terminal.
+	if len(os.Args) > 1 {
+		if os.Args[1] != "--version" || len(os.Args) > 2 {
+			fmt.Fprintf(os.Stderr, "podweir-cni: unknown arguments %q: there is --version alone, container runtimes say the rest by CNI_ variables\n", os.Args[1:])
+			os.Exit(2)
+		}
+		fmt.Println("podweir-cni version", version.String())
+		return
+	}
+	run(func(string) {})
+}
+
+// run is the process. step is told how far an operation is: tests end the
+// process there.
+func run(step func(string)) {
+	p := plugin{step: step, began: time.Now()}
+	versions := cniversion.PluginSupports("0.3.1", "0.4.0", "1.0.0", "1.1.0")
+	err := skel.PluginMainFuncsWithError(skel.CNIFuncs{Add: p.add, Del: p.del, Check: p.check, GC: p.gc, Status: p.status},
+		versions, "podweir-cni: CNI plugin of podweir "+version.String())
+	if err == nil {
+		return
+	}
+	if err.Code == types.ErrIncompatibleCNIVersion && err.Details == "" {
+		err.Details = "supported are " + strings.Join(versions.SupportedVersions(), ", ")
+	}
+	if err := err.Print(); err != nil {
+		fmt.Fprintln(os.Stderr, "podweir-cni: the error cannot be written:", err)
+	}
+	os.Exit(1)
+}
+
+type plugin struct {
+	step  func(string)
+	began time.Time
 }
 
 // start returns what every operation needs.
@@ -30,7 +64,7 @@ func (c *config) start(op string, args *skel.CmdArgs) (context.Context, context.
 	return ctx, cancel, cniapi.NewClient(c.Socket), log
 }
 
-func add(args *skel.CmdArgs) error {
+func (p plugin) add(args *skel.CmdArgs) error {
 	c, err := parseConfig(args.StdinData)
 	if err != nil {
 		return err
@@ -39,47 +73,62 @@ func add(args *skel.CmdArgs) error {
 	if err != nil {
 		return err
 	}
-	begin := time.Now()
+	prev, err := previous(args.StdinData)
+	if err != nil {
+		return err
+	}
 	ctx, cancel, client, log := c.start("add", args)
 	defer cancel()
+	p.step("read")
 	ep, err := client.Add(ctx, req)
 	if err != nil {
 		return cniError(err, types.ErrTryAgainLater)
 	}
-	log.Info("done", "addrs", ep.Addrs, "took", time.Since(begin))
-	return types.PrintResult(result(ep, c.DNS), c.CNIVersion)
+	p.step("answered")
+	log.Info("done", "addrs", ep.Addrs, "took", time.Since(p.began))
+	return types.PrintResult(result(ep, c.DNS, prev), c.CNIVersion)
 }
 
 // del succeeds without an agent: it leaves a note that the agent's start
 // honours. As the agent looks for notes only once it listens, asking it again
 // after the note is written leaves no moment in which a note is overlooked.
-func del(args *skel.CmdArgs) error {
+func (p plugin) del(args *skel.CmdArgs) error {
 	c := lenientConfig(args.StdinData)
 	ctx, cancel, client, log := c.start("del", args)
 	defer cancel()
+	key := endpoint.Key{ContainerID: args.ContainerID, IfName: args.IfName}
+	if err := key.Validate(); err != nil {
+		log.Warn("nothing can be there under this name", "err", err) // as ADD refuses it
+		return nil
+	}
+	p.step("read")
 	req, err := request(args, c)
 	if err != nil {
 		log.Warn("parameters are ignored", "err", err)
 		req = endpoint.Request{ContainerID: args.ContainerID, IfName: args.IfName}
 	}
 	err = client.Del(ctx, req)
+	p.step("asked")
 	if !errors.Is(err, cniapi.ErrUnreachable) {
 		return cniError(err, types.ErrInternal)
 	}
-	if queueErr := endpoint.QueueDeletion(c.StateDir, req.Key()); queueErr != nil {
+	if queueErr := endpoint.QueueDeletion(c.StateDir, key, p.step); queueErr != nil {
 		return types.NewError(types.ErrIOFailure, err.Error(), "the deletion cannot be queued either: "+queueErr.Error())
 	}
+	p.step("queued")
 	if err := client.Del(ctx, req); err != nil {
 		log.Warn("the deletion waits for the agent", "err", err)
 		return nil
 	}
-	if err := endpoint.UnqueueDeletion(c.StateDir, req.Key()); err != nil {
+	p.step("asked again")
+	if err := endpoint.UnqueueDeletion(c.StateDir, key, p.step); err != nil {
 		log.Warn("the note about a deletion that is done stays; it does no harm", "err", err)
 	}
+	p.step("unqueued")
 	return nil
 }
 
-func check(args *skel.CmdArgs) error {
+func (p plugin) check(args *skel.CmdArgs) error {
 	c, err := parseConfig(args.StdinData)
 	if err != nil {
 		return err
@@ -88,7 +137,11 @@ func check(args *skel.CmdArgs) error {
 	if err != nil {
 		return err
 	}
-	if req.Addrs, err = previousAddrs(args.StdinData); err != nil {
+	prev, err := previous(args.StdinData)
+	if err != nil {
+		return err
+	}
+	if req.Addrs, req.MTU, err = told(prev, req); err != nil {
 		return err
 	}
 	ctx, cancel, client, _ := c.start("check", args)
@@ -96,7 +149,7 @@ func check(args *skel.CmdArgs) error {
 	return cniError(client.Check(ctx, req), types.ErrTryAgainLater)
 }
 
-func gc(args *skel.CmdArgs) error {
+func (p plugin) gc(args *skel.CmdArgs) error {
 	c, err := parseConfig(args.StdinData)
 	if err != nil {
 		return err
@@ -104,16 +157,19 @@ func gc(args *skel.CmdArgs) error {
 	if !c.hasValid {
 		return badConfig("cni.dev/valid-attachments is missing: without it every pod would lose its network")
 	}
-	ctx, cancel, client, _ := c.start("gc", args)
-	defer cancel()
 	var valid []endpoint.Key
-	for _, a := range c.ValidAttachments {
+	for i, a := range c.ValidAttachments {
+		if a.ContainerID == "" || a.IfName == "" {
+			return badConfig("cni.dev/valid-attachments[%d]: containerID is %q and ifname %q: without both, somebody would lose the network", i, a.ContainerID, a.IfName)
+		}
 		valid = append(valid, endpoint.Key{ContainerID: a.ContainerID, IfName: a.IfName})
 	}
+	ctx, cancel, client, _ := c.start("gc", args)
+	defer cancel()
 	return cniError(client.GC(ctx, c.Name, valid), types.ErrTryAgainLater)
 }
 
-func status(args *skel.CmdArgs) error {
+func (p plugin) status(args *skel.CmdArgs) error {
 	c, err := parseConfig(args.StdinData)
 	if err != nil {
 		return err

@@ -31,6 +31,9 @@ type Datapath interface {
 	AttachNetdev(ctx context.Context, ifindex int, name string) error
 	AttachOverlay(ctx context.Context, ifindex int, name string) error
 	AttachLoopback(ctx context.Context, ifindex int, name string) error
+	FilterPod(ctx context.Context, ifindex int, name string, on bool) error
+	AttachCover(ctx context.Context, ifindex int, name string) error
+	Filtered() []int
 	SetOverlay(ctx context.Context, ifindex int) error
 	SetSourcePorts(ctx context.Context, ports []sourceport.Range) error
 	Detach(ctx context.Context, ifindex int) error
@@ -48,6 +51,10 @@ type Stack interface {
 	Way(addr netip.Addr) (w node.Way, ok bool, err error)
 	WorldRoutes() (uint64, error)
 	Qdiscs() (map[int]node.Qdisc, error)
+	Covers() (map[int]node.Cover, error)
+	MakeCover(veth int, vethName string) (node.Cover, error)
+	RaiseCover(node.Cover) error
+	RemoveCover(node.Cover) error
 	LocalPorts() (sourceport.Range, error)
 }
 
@@ -96,7 +103,8 @@ type Agent struct {
 	begun  chan struct{}            // closed when the agent is ready for the first time
 	mtu    atomic.Int64
 	mtu6   atomic.Int64
-	// resized gets a value when the MTU of pods is another.
+	// resized gets a value when the MTU of pods is another, or there is another
+	// reason to look after them at once.
 	resized chan struct{}
 
 	// Of the loop alone.
@@ -135,11 +143,14 @@ type world struct {
 	leaving  leaving
 	mtu      tunnel.MTU
 	qdiscs   map[int]node.Qdisc // of pods' devices
-	ports    []sourceport.Range // that sources are translated to
-	attached map[int]string
-	cidrs    []netip.Prefix
-	in       peerInput
-	local    endpointRound
+	bypassed map[int]error      // of these, by whose filters at the ingress the pods' packets pass
+	// No pod has such filters, and nothing is left of when one had.
+	unfiltered bool
+	ports      []sourceport.Range // that sources are translated to
+	attached   map[int]string
+	cidrs      []netip.Prefix
+	in         peerInput
+	local      endpointRound
 }
 
 // dirty says what the next round has to look at.
@@ -181,6 +192,7 @@ func New(opt Options, tables *table.Tables, dp Datapath, stack Stack, alloc *ipa
 		noTable:  make(map[types.NamespacedName]uint32),
 		problems: make(map[string][]table.Problem),
 	}
+	a.eps.check = a.epInForce
 	a.world.attached = make(map[int]string)
 	a.events = newEvents(a)
 	a.health = health.New(health.DefaultTimeout, opt.Now, a.noLocal)

@@ -292,6 +292,24 @@ func TestEndpointUpAndDown(t *testing.T) {
 	if p, ok, err := b.dp.set.Addrs.Get(ip("10.244.80.65")); err != nil || !ok || p.Slot != v.Slot {
 		t.Errorf("when Up returned: %+v %v %v", p, ok, err)
 	}
+	// CHECK asks the kernel, not what was once written there.
+	if err := b.a.eps.InForce(t.Context(), ep); err != nil {
+		t.Errorf("in force: %v", err)
+	}
+	for want, harm := range map[string]func() error{
+		"no entry":      func() error { return b.dp.set.Endpoints.Delete(ip("10.244.80.65")) },
+		"another entry": func() error { return b.dp.set.Endpoints.Put(ip("10.244.80.65"), maps.Endpoint{Ifindex: 99}) },
+	} {
+		if err := harm(); err != nil {
+			t.Fatal(err)
+		}
+		if err := b.a.eps.InForce(t.Context(), ep); err == nil || !strings.Contains(err.Error(), want+" of 10.244.80.65") {
+			t.Errorf("%s: %v", want, err)
+		}
+		if err := b.dp.set.Endpoints.Put(ip("10.244.80.65"), v); err != nil {
+			t.Fatal(err)
+		}
+	}
 	gen, _, err := b.dp.set.Gens.Get(v.Slot)
 	if err != nil {
 		t.Fatal(err)
@@ -317,6 +335,34 @@ func TestEndpointUpAndDown(t *testing.T) {
 	}
 	if err := b.a.eps.Down(t.Context(), ep); err != nil {
 		t.Errorf("Down again: %v", err)
+	}
+}
+
+// Pods get addresses when it is known which of them are the node's own, and
+// how large packets may be.
+func TestAddressesComeLast(t *testing.T) {
+	b := newAgentBench(t)
+	own := netip.MustParseAddr("10.244.80.9")
+	b.stack.mu.Lock()
+	b.stack.list[0].Addrs = append(b.stack.list[0].Addrs, own)
+	b.stack.unread = errors.New("refused")
+	b.stack.mu.Unlock()
+	b.cluster()
+	b.done()
+	b.await("a round over all objects", func() bool { return b.a.full })
+	if _, err := b.a.ipam.Allocate("early"); !errors.Is(err, ipam.ErrNoCIDR) {
+		t.Errorf("before the node's addresses are known: %v", err)
+	}
+	b.stack.mu.Lock()
+	b.stack.unread = nil
+	b.stack.mu.Unlock()
+	b.stack.events <- struct{}{}
+	b.await("a range", func() bool { return b.a.ipam.Ready() == nil })
+	if _, err := b.a.ipam.Allocate("late", own); !errors.Is(err, ipam.ErrReserved) {
+		t.Errorf("the node's own address: %v", err)
+	}
+	if b.a.MTU() == 0 {
+		t.Error("an address can be had before the MTU is known")
 	}
 }
 

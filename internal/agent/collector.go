@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	"runtime"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -21,14 +22,16 @@ type collector struct {
 	compiled, bumps              *prometheus.Desc
 	removed, evicted             *prometheus.Desc
 	problems, ready, readErrors  *prometheus.Desc
+	build                        *prometheus.Desc
+	version                      string
 }
 
-func newCollector(a *Agent, set maps.Set, sweep *sweeper) *collector {
+func newCollector(a *Agent, set maps.Set, sweep *sweeper, version string) *collector {
 	d := func(name, help string, labels ...string) *prometheus.Desc {
 		return prometheus.NewDesc("podweir_"+name, help, labels, nil)
 	}
 	return &collector{
-		agent: a, set: set, sweep: sweep,
+		agent: a, set: set, sweep: sweep, version: version,
 		packets:    d("packets_total", "Packets by what became of them.", "reason", "hook", "family"),
 		events:     d("flow_events_total", "What the flow engine did with packets, and entries it swept.", "event", "hook", "family"),
 		bytes:      d("bytes_total", "Bytes by what became of them.", "reason", "hook", "family"),
@@ -44,6 +47,7 @@ func newCollector(a *Agent, set maps.Set, sweep *sweeper) *collector {
 		problems:   d("problems", "Objects and devices that cannot be used at present."),
 		ready:      d("ready", "1 when the agent is ready."),
 		readErrors: d("scrape_error", "1 when something could not be read for this scrape."),
+		build:      d("build_info", "1; the agent's version and the Go it was built with.", "version", "goversion"),
 	}
 }
 
@@ -51,7 +55,7 @@ func newCollector(a *Agent, set maps.Set, sweep *sweeper) *collector {
 func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		c.packets, c.bytes, c.events, c.entries, c.capacity, c.rounds, c.roundTime, c.lastRound,
-		c.compiled, c.bumps, c.removed, c.evicted, c.problems, c.ready, c.readErrors,
+		c.compiled, c.bumps, c.removed, c.evicted, c.problems, c.ready, c.readErrors, c.build,
 	} {
 		ch <- d
 	}
@@ -66,6 +70,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	counter := func(d *prometheus.Desc, v float64, labels ...string) {
 		ch <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, v, labels...)
 	}
+	gauge(c.build, 1, c.version, runtime.Version())
 	samples, err := c.set.Metrics.Read()
 	if err != nil {
 		failed = 1
@@ -86,16 +91,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	if c.sweep.evicted.known.Load() {
 		counter(c.evicted, float64(c.sweep.evicted.total.Load()))
 	}
-	for name, n := range map[string]int{
-		c.set.Flows.Name(): c.set.Flows.MaxEntries(), c.set.FlowsNew.Name(): c.set.FlowsNew.MaxEntries(),
-		c.set.Gens.Name(): c.set.Gens.MaxEntries(), c.set.Services.Name(): c.set.Services.MaxEntries(),
-		c.set.Backends.Name(): c.set.Backends.MaxEntries(), c.set.Endpoints.Name(): c.set.Endpoints.MaxEntries(),
-		c.set.Maglev.Name(): c.set.Maglev.MaxEntries(), c.set.BackendStates.Name(): c.set.BackendStates.MaxEntries(),
-		c.set.SrcRanges.Name(): c.set.SrcRanges.MaxEntries(),
-		c.set.Addrs.Name():     c.set.Addrs.MaxEntries(), c.set.Prefixes.Name(): c.set.Prefixes.MaxEntries(),
-		c.set.Nodes.Name(): c.set.Nodes.MaxEntries(), c.set.NodeIDs.Name(): c.set.NodeIDs.MaxEntries(),
-		c.set.Policy.Name(): c.set.Policy.MaxEntries(),
-	} {
+	for name, n := range c.set.Capacities() {
 		gauge(c.capacity, float64(n), name)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), doTimeout)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"sort"
 	"sync"
 
@@ -24,6 +25,7 @@ var errStopping = errors.New("the agent is stopping")
 type endpoints struct {
 	kick    chan struct{}
 	stopped chan struct{}
+	check   func(context.Context, endpoint.Endpoint) error // is it in force?
 
 	mu      sync.Mutex
 	running bool // the loop applies: before, there is nothing to wait for
@@ -94,6 +96,7 @@ func (e *endpoints) Up(ctx context.Context, ep endpoint.Endpoint) error {
 	if !e.running {
 		why = e.pending
 	}
+	st.waiters = slices.DeleteFunc(st.waiters, func(w chan error) bool { return w == done })
 	if !known && e.m[ep.Key()] == st { // whoever asked gives up
 		delete(e.m, ep.Key())
 		e.wake()
@@ -127,6 +130,11 @@ func (e *endpoints) Down(ctx context.Context, ep endpoint.Endpoint) error {
 	case <-ctx.Done():
 		return fmt.Errorf("%s: is not out of the datapath yet: %w", ep, context.Cause(ctx))
 	}
+}
+
+// InForce implements [endpoint.PolicyProber].
+func (e *endpoints) InForce(ctx context.Context, ep endpoint.Endpoint) error {
+	return e.check(ctx, ep)
 }
 
 // Changed implements [endpoint.Observer].

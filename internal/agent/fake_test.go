@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	"fmt"
 	gomaps "maps"
 	"net/netip"
 	"slices"
@@ -25,6 +26,8 @@ type fakeDatapath struct {
 	overlay  int
 	ports    []sourceport.Range
 	bad      map[string]error // by device
+	filtered map[int]string
+	steps    func(string) // told of FilterPod
 }
 
 func newFakeDatapath(t testing.TB) *fakeDatapath {
@@ -43,7 +46,7 @@ func newFakeDatapath(t testing.TB) *fakeDatapath {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = o.Close() })
-	return &fakeDatapath{set: maps.NewSet(&o), attached: make(map[int]string), bad: make(map[string]error)}
+	return &fakeDatapath{set: maps.NewSet(&o), attached: make(map[int]string), bad: make(map[string]error), filtered: make(map[int]string)}
 }
 
 func (d *fakeDatapath) Maps() maps.Set { return d.set }
@@ -64,6 +67,29 @@ func (d *fakeDatapath) AttachOverlay(ctx context.Context, ifindex int, name stri
 
 func (d *fakeDatapath) AttachLoopback(ctx context.Context, ifindex int, name string) error {
 	return d.AttachNetdev(ctx, ifindex, name)
+}
+
+func (d *fakeDatapath) FilterPod(_ context.Context, ifindex int, name string, on bool) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.steps != nil {
+		d.steps(fmt.Sprintf("filter %d %v", ifindex, on))
+	}
+	d.filtered[ifindex] = name
+	if !on {
+		delete(d.filtered, ifindex)
+	}
+	return nil
+}
+
+func (d *fakeDatapath) AttachCover(ctx context.Context, ifindex int, name string) error {
+	return d.AttachNetdev(ctx, ifindex, name)
+}
+
+func (d *fakeDatapath) Filtered() []int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return slices.Sorted(gomaps.Keys(d.filtered))
 }
 
 func (d *fakeDatapath) SetOverlay(_ context.Context, ifindex int) error {
@@ -111,7 +137,11 @@ type fakeStack struct {
 	world    uint64
 	ways     map[netip.Addr]node.Way // those that are not by the first device
 	qdiscs   map[int]node.Qdisc
+	covers   map[int]node.Cover
+	noCover  error
+	steps    func(string) // told of covers
 	local    sourceport.Range
+	unread   error // of listing devices
 }
 
 func newFakeStack() *fakeStack {
@@ -128,7 +158,7 @@ func (s *fakeStack) Watch(context.Context) (<-chan struct{}, error) { return s.e
 func (s *fakeStack) Devices() ([]node.Device, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return slices.Clone(s.list), nil
+	return slices.Clone(s.list), s.unread
 }
 
 func (s *fakeStack) EnsureOverlay(o node.Overlay) (int, bool, error) {
@@ -165,6 +195,47 @@ func (s *fakeStack) Qdiscs() (map[int]node.Qdisc, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return gomaps.Clone(s.qdiscs), nil
+}
+
+func (s *fakeStack) Covers() (map[int]node.Cover, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return gomaps.Clone(s.covers), nil
+}
+
+func (s *fakeStack) MakeCover(veth int, vethName string) (node.Cover, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.noCover != nil {
+		return node.Cover{}, s.noCover
+	}
+	if s.covers == nil {
+		s.covers = make(map[int]node.Cover)
+	}
+	if _, ok := s.covers[veth]; !ok {
+		s.step("make %s", node.CoverName(vethName))
+		s.covers[veth] = node.Cover{Index: 1000 + veth, Name: node.CoverName(vethName), Veth: veth}
+	}
+	return s.covers[veth], nil
+}
+
+func (s *fakeStack) RaiseCover(c node.Cover) error {
+	s.step("raise %s", c.Name)
+	return nil
+}
+
+func (s *fakeStack) step(format string, args ...any) {
+	if s.steps != nil {
+		s.steps(fmt.Sprintf(format, args...))
+	}
+}
+
+func (s *fakeStack) RemoveCover(c node.Cover) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.step("remove %s", c.Name)
+	delete(s.covers, c.Veth)
+	return nil
 }
 
 func (s *fakeStack) LocalPorts() (sourceport.Range, error) {

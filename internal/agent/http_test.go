@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -17,6 +18,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/podweir/podweir/internal/api"
+	"github.com/podweir/podweir/internal/bpf"
 	"github.com/podweir/podweir/internal/maps"
 )
 
@@ -27,7 +29,7 @@ func serveBench(t *testing.T, b *agentBench) func(path string) (int, string) {
 		func([]maps.FlowKey) (int, error) { return 0, nil }, b.a.log)
 	sweep.evicted.total.Store(7)
 	sweep.evicted.known.Store(true)
-	public, err := b.a.publicHandler(newCollector(b.a, b.dp.set, sweep))
+	public, err := b.a.publicHandler(newCollector(b.a, b.dp.set, sweep, "1.2.3"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -145,10 +147,43 @@ func TestAnswers(t *testing.T) {
 	for _, want := range []string{
 		`podweir_map_entries{map="pw_services"} 2`,
 		`podweir_map_capacity{map="pw_services"} 65536`,
+		`podweir_build_info{goversion="` + runtime.Version() + `",version="1.2.3"} 1`,
 		"podweir_flow_evictions_total 7", "podweir_ready 1", "podweir_problems 0", "podweir_scrape_error 0",
 	} {
 		if !strings.Contains(body, want) {
 			t.Errorf("/metrics (%d) lacks %q", code, want)
+		}
+	}
+}
+
+// Every map tells how large it is, and all but those that metrics.md names how
+// full.
+func TestMetricsOfMaps(t *testing.T) {
+	spec, err := bpf.LoadDp()
+	if err != nil {
+		t.Fatal(err)
+	}
+	doc, err := os.ReadFile("../../docs/metrics.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	row := func(metric string) string {
+		_, rest, _ := strings.Cut(string(doc), "| `"+metric+"{map}`")
+		line, _, _ := strings.Cut(rest, "\n")
+		return line
+	}
+	b := newAgentBench(t)
+	b.await("a round", func() bool { return b.a.stats.rounds > 0 })
+	code, body := serveBench(t, b)("/metrics")
+	for name := range spec.Maps {
+		if !strings.HasPrefix(name, "pw_") {
+			continue
+		}
+		size := strings.Contains(body, `podweir_map_capacity{map="`+name+`"}`)
+		used := strings.Contains(body, `podweir_map_entries{map="`+name+`"}`)
+		noSize, unused := strings.Contains(row("podweir_map_capacity"), "`"+name+"`"), strings.Contains(row("podweir_map_entries"), "`"+name+"`")
+		if size == noSize || used == (noSize || unused) {
+			t.Errorf("%s: capacity %v, entries %v (%d), which docs/metrics.md says otherwise", name, size, used, code)
 		}
 	}
 }

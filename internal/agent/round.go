@@ -14,6 +14,7 @@ import (
 	networkingv1 "k8s.io/api/networking/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/podweir/podweir/internal/endpoint"
 	"github.com/podweir/podweir/internal/health"
 	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/internal/node"
@@ -34,7 +35,8 @@ func (a *Agent) round(ctx context.Context) time.Time {
 		return time.Time{}
 	}
 	first := !a.full
-	if a.dirty.nodes || a.dirty.stack {
+	ranges := a.dirty.nodes || a.dirty.stack
+	if ranges {
 		a.readNodes(txn)
 		a.syncStack(ctx)
 		a.syncDevAddrs()
@@ -46,7 +48,13 @@ func (a *Agent) round(ctx context.Context) time.Time {
 		a.syncPeers(txn)
 		a.dirty.peers = false
 	}
+	if endpoints || a.dirty.stack || a.dirty.nodes {
+		a.syncFiltered(ctx)
+	}
 	a.tellMTU()
+	if ranges {
+		a.tellRanges()
+	}
 	a.syncServices(txn)
 	if endpoints {
 		// Running flows follow before anybody is told. What fails here fails
@@ -127,6 +135,14 @@ func (a *Agent) readNodes(txn statedb.ReadTxn) {
 		a.world.zone = zone
 		a.allServicesDirty()
 	}
+}
+
+// tellRanges says where pods' addresses come from. Before that no pod gets
+// one, so it comes after the node's own addresses and the MTU are known.
+func (a *Agent) tellRanges() {
+	if len(a.world.devices) == 0 {
+		return // they could not be read, which is a problem of its own
+	}
 	a.problem("pod CIDRs", "Node "+a.opt.NodeName, a.ipam.SetCIDRs(a.world.self.PodCIDRs))
 }
 
@@ -199,9 +215,35 @@ func (a *Agent) syncPeers(txn statedb.ReadTxn) {
 		a.problems["policy"] = append(a.problems["policy"], table.Problem{Object: pr.Object, Err: pr.Field + ": " + pr.Err})
 	}
 	a.problems["endpoints"] = problems("", w.local.errs...)
-	a.tellBypassed()
 	a.problem("addresses and policy", "", err)
 	a.compileHostPorts()
+}
+
+// epInForce says what of an endpoint is not in the maps as the loop wants it.
+// Before the first full round it wants nothing yet, and what an earlier agent
+// wrote counts.
+func (a *Agent) epInForce(ctx context.Context, ep endpoint.Endpoint) error {
+	var errs []error
+	err := a.do(ctx, func() {
+		for _, addr := range ep.Addrs {
+			if a.full {
+				errs = append(errs, a.inForce(addr))
+			}
+			k := maps.ToAddr(addr)
+			want, wanted := a.peers.endpoints.Desired(k)
+			have, ok, err := a.dp.Maps().Endpoints.Get(k)
+			switch {
+			case err != nil:
+				errs = append(errs, err)
+			case !ok:
+				errs = append(errs, fmt.Errorf("pw_endpoints has no entry of %s: restart the agent", addr))
+			case wanted && have != want:
+				errs = append(errs, fmt.Errorf("pw_endpoints has another entry of %s than the agent wrote: restart it", addr))
+			}
+		}
+		errs = append(errs, a.hostPortsInForce(types.NamespacedName{Namespace: ep.Namespace, Name: ep.Pod}))
+	})
+	return errors.Join(append(errs, err)...)
 }
 
 // inForce says why a local address is not as the loop wants it.

@@ -195,7 +195,8 @@ func Run(ctx context.Context, cfg Config) (err error) {
 		NodePortMin: cfg.NodePorts.Min, NodePortMax: cfg.NodePorts.Max,
 		EventsPerSec: cfg.EventsPerSec, NoEvents: cfg.EventsPerSec == 0,
 		NoMasquerade4: cfg.Masquerade.Off4, NoMasquerade6: cfg.Masquerade.Off6, Plain: len(cfg.Masquerade.Except) > 0,
-		SourcePorts: ports, SNAT: cfg.ExternalSNAT, DSR: cfg.ExternalDSR, Log: log,
+		SourcePorts: ports, SNAT: cfg.ExternalSNAT, DSR: cfg.ExternalDSR,
+		Sysctls: cfg.Sysctls, Log: log,
 	})
 	if err != nil {
 		return err
@@ -231,7 +232,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	a.eps.seed(manager.List())
 	sweep := newSweeper(dp.Maps(), timeouts.For, dp.Sweep, log)
 
-	public, err := a.publicHandler(newCollector(a, dp.Maps(), sweep))
+	public, err := a.publicHandler(newCollector(a, dp.Maps(), sweep, cfg.Version))
 	if err != nil {
 		return err
 	}
@@ -255,6 +256,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 		return nil
 	})
 	g.Go(func() error { return a.repair(ctx, manager) })
+	g.Go(func() error { a.keepSocket(ctx, listener); return nil })
 	g.Go(func() error { a.offer(ctx, cni); return nil })
 	serve(ctx, g, socket, listener)
 	if cfg.Listen != "" {
@@ -307,6 +309,39 @@ func (a *Agent) repair(ctx context.Context, m *endpoint.Manager) error {
 				a.publish()
 			})
 		}
+	}
+}
+
+// socketEvery is how often the socket's file is looked for.
+const socketEvery = time.Second
+
+// keepSocket puts the socket's file back when somebody removed it. What the
+// plugin could not ask for meanwhile, it noted.
+func (a *Agent) keepSocket(ctx context.Context, l *cniapi.Listener) {
+	t := time.NewTicker(socketEvery)
+	defer t.Stop()
+	failed := false
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-t.C:
+		}
+		again, err := l.Restore()
+		if again {
+			a.log.Warn("the socket's file was gone; it is back", "socket", l.Addr())
+			select {
+			case a.resized <- struct{}{}: // repair looks for notes
+			default:
+			}
+		}
+		if err != nil || failed {
+			_ = a.do(ctx, func() { // the loop ends with ctx
+				a.problem("socket of the plugin", "", err)
+				a.publish()
+			})
+		}
+		failed = err != nil
 	}
 }
 

@@ -46,20 +46,27 @@ func (a *Agent) Status(ctx context.Context) (api.Status, error) {
 		}
 		s.Devices = []api.Device{}
 		for _, d := range w.devices {
-			if _, ok := w.attached[d.Index]; !ok {
-				continue
-			}
+			_, attached := w.attached[d.Index]
 			role := "netdev"
-			if d.Index == w.overlay {
+			switch {
+			case d.Name == node.FragName:
+				role = "reassembly" // the loader's own
+			case !attached:
+				continue
+			case d.Index == w.overlay:
 				role = "overlay"
 			}
 			s.Devices = append(s.Devices, api.Device{Name: d.Name, Ifindex: d.Index, Role: role, MTU: d.MTU, Addrs: d.Addrs})
 		}
 		for _, ep := range a.eps.list() {
 			q := w.qdiscs[ep.HostIfindex]
+			filters, bypassed := q.In, ""
+			if w.bypassed[ep.HostIfindex] != nil {
+				filters, bypassed = "", q.In
+			}
 			s.Devices = append(s.Devices, api.Device{
 				Name: ep.HostIfName, Ifindex: ep.HostIfindex, Role: "pod", MTU: ep.MTU, Addrs: ep.Addrs,
-				Qdisc: q.Out, Bypassed: q.In,
+				Qdisc: q.Out, Filters: filters, Bypassed: bypassed,
 			})
 		}
 		s.MTU, s.MTU6 = w.mtu.Pod, w.mtu.Pod6
@@ -339,6 +346,7 @@ func (a *Agent) view(ctx context.Context) (v metricsView, err error) {
 			"pw_endpoints": a.peers.endpoints.Len(), "pw_addrs": a.peers.addrs.Len(),
 			"pw_prefixes": a.peers.prefixes.Len(), "pw_nodes": a.peers.nodes.Len(),
 			"pw_node_ids": a.peers.nodeIDs.Len(), "pw_policy": a.peers.policy.Len(),
+			"pw_node_v6": a.peers.nodesV6.Len(), "pw_dev_addrs": a.devAddrs.Len(),
 			"pw_gens": len(a.gens.used) + slotFirst,
 		}
 		v.problems = a.tables.Problems.NumObjects(a.tables.DB.ReadTxn())

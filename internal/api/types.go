@@ -130,15 +130,17 @@ type Node struct {
 type Device struct {
 	Name    string `json:"name"`
 	Ifindex int    `json:"ifindex"`
-	// Role is "pod", "netdev" or "overlay".
+	// Role is "pod", "netdev", "overlay" or "reassembly".
 	Role  string       `json:"role"`
 	MTU   int          `json:"mtu"`
 	Addrs []netip.Addr `json:"addrs,omitempty"`
 	// Qdisc that others have put on a pod's device, or "filters": all that is
 	// sent to the pod goes through it.
 	Qdisc string `json:"qdisc,omitempty"`
-	// Bypassed is what others have put on its ingress: it does not see what
-	// the pod sends to others.
+	// Filters is what others have put on its ingress: all that the pod sends
+	// goes through it.
+	Filters string `json:"filters,omitempty"`
+	// Bypassed is the same where it does not see what the pod sends to others.
 	Bypassed string `json:"bypassed,omitempty"`
 }
 

@@ -111,6 +111,11 @@ func clientOf(t *testing.T, account string, servers ...string) *rest.RESTClient 
 		trip.current.Store(0) // not a random one
 		return trip
 	}
+	return restClient(t, rc)
+}
+
+func restClient(t *testing.T, rc *rest.Config) *rest.RESTClient {
+	t.Helper()
 	rc.GroupVersion, rc.APIPath = &schema.GroupVersion{Version: "v1"}, "/api"
 	scheme := runtime.NewScheme()
 	metav1.AddToGroupVersion(scheme, *rc.GroupVersion)
@@ -227,13 +232,6 @@ func TestTokenOfAccount(t *testing.T) {
 	if status, err := get(t, clientOf(t, dir, s.URL)); status != 200 {
 		t.Errorf("status %d, %v", status, err)
 	}
-	rc, _, err := Config(Options{Servers: []*url.URL{{Scheme: "https", Host: "172.31.0.2:6443"}}, AccountDir: dir})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if rc.BearerTokenFile != filepath.Join(dir, "token") || rc.BearerToken != "" {
-		t.Errorf("token %q from file %q: it is not read again", rc.BearerToken, rc.BearerTokenFile)
-	}
 }
 
 func TestWithoutAccount(t *testing.T) {
@@ -279,5 +277,85 @@ users: [{name: u, user: {token: `+token+`}}], contexts: [{name: c, context: {clu
 	defer resp.Body.Close()
 	if resp.StatusCode != 200 {
 		t.Errorf("status %d", resp.StatusCode)
+	}
+}
+
+// Without servers the pod's environment has the address, and whoever sets it
+// there decides: the account stays the pod's.
+func TestInCluster(t *testing.T) {
+	s := newServer(t)
+	token := "of-the-account"
+	s.token.Store(&token)
+	host, port, err := net.SplitHostPort(strings.TrimPrefix(s.URL, "https://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := accountOf(t, s, token)
+	for _, c := range []struct{ host, port, dir, want string }{
+		{host, port, dir, s.URL},
+		{"fd00:10:98::1", "443", dir, "https://[fd00:10:98::1]:443"},
+		{host, "", dir, "error: KUBERNETES_SERVICE_PORT"},
+		{"", port, dir, "error: KUBERNETES_SERVICE_HOST"},
+		{host, port, t.TempDir(), "error: token"},
+	} {
+		t.Setenv("KUBERNETES_SERVICE_HOST", c.host)
+		t.Setenv("KUBERNETES_SERVICE_PORT", c.port)
+		rc, location, err := Config(Options{AccountDir: c.dir})
+		if say, ok := strings.CutPrefix(c.want, "error: "); ok {
+			if !errors.Is(err, ErrNone) || !strings.Contains(err.Error(), say) {
+				t.Errorf("%+v: error %v", c, err)
+			}
+			continue
+		}
+		if err != nil || location != c.want || rc.Host != c.want {
+			t.Errorf("%+v: %s, %v", c, location, err)
+			continue
+		}
+		if c.want != s.URL {
+			continue
+		}
+		if status, err := get(t, restClient(t, rc)); status != 200 || err != nil {
+			t.Errorf("status %d, %v", status, err)
+		}
+	}
+}
+
+// A token that is rotated is read again when the old one is refused, whatever
+// servers there are.
+func TestTokenIsRotated(t *testing.T) {
+	for _, servers := range []int{0, 1, 2} {
+		s := newServer(t)
+		before, after := "first", "second"
+		s.token.Store(&before)
+		dir := accountOf(t, s, before)
+		var c *rest.RESTClient
+		if servers == 0 {
+			host, port, err := net.SplitHostPort(strings.TrimPrefix(s.URL, "https://"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Setenv("KUBERNETES_SERVICE_HOST", host)
+			t.Setenv("KUBERNETES_SERVICE_PORT", port)
+			rc, _, err := Config(Options{AccountDir: dir})
+			if err != nil {
+				t.Fatal(err)
+			}
+			c = restClient(t, rc)
+		} else {
+			c = clientOf(t, dir, append([]string{s.URL}, []string{"https://" + closedAddr(t)}[:servers-1]...)...)
+		}
+		if status, err := get(t, c); status != 200 {
+			t.Fatalf("%d servers: status %d, %v", servers, status, err)
+		}
+		s.token.Store(&after)
+		if err := os.WriteFile(filepath.Join(dir, "token"), []byte(after), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if status, _ := get(t, c); status != 401 {
+			t.Errorf("%d servers: status %d of a token that is refused", servers, status)
+		}
+		if status, err := get(t, c); status != 200 || err != nil {
+			t.Errorf("%d servers: status %d, %v: the file was not read again", servers, status, err)
+		}
 	}
 }

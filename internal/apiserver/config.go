@@ -13,6 +13,7 @@ import (
 
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/client-go/transport"
 )
 
 // ErrNone means that nothing says where an API server is.
@@ -41,8 +42,12 @@ func Config(o Options) (rc *rest.Config, location string, err error) {
 	case len(o.Servers) > 0:
 		rc, err = account(o.AccountDir)
 	default:
-		if rc, err = rest.InClusterConfig(); errors.Is(err, rest.ErrNotInCluster) {
-			err = ErrNone
+		host, port := os.Getenv("KUBERNETES_SERVICE_HOST"), os.Getenv("KUBERNETES_SERVICE_PORT")
+		if host == "" || port == "" {
+			return nil, "", fmt.Errorf("%w: KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not both set", ErrNone)
+		}
+		if rc, err = account(o.AccountDir); err == nil {
+			rc.Host = "https://" + net.JoinHostPort(host, port)
 		}
 	}
 	if err != nil {
@@ -67,7 +72,9 @@ func Config(o Options) (rc *rest.Config, location string, err error) {
 }
 
 // account is what [rest.InClusterConfig] makes, without the address, which the
-// environment of a pod lacks when the kubelet started it too early.
+// environment of a pod lacks when the kubelet started it too early. The token's
+// file is read again every minute and, which that would not do, as soon as a
+// token is refused: a cluster that changes its keys does not wait.
 func account(dir string) (*rest.Config, error) {
 	if dir == "" {
 		dir = accountDir
@@ -78,8 +85,9 @@ func account(dir string) (*rest.Config, error) {
 			return nil, fmt.Errorf("%w: %w", ErrNone, err)
 		}
 	}
-	rc := &rest.Config{BearerTokenFile: token}
+	rc := &rest.Config{}
 	rc.CAFile = ca
+	rc.Wrap(transport.ResettableTokenSourceWrapTransport(transport.NewCachedFileTokenSource(token)))
 	return rc, nil
 }
 

@@ -3,8 +3,8 @@
 // # Contract
 //
 //   - Credentials come from a kubeconfig, or from the service account of the
-//     pod that the process runs in. The account's token is read again when it
-//     is rotated.
+//     pod that the process runs in. The account's token is read again
+//     every minute, and with the request after one that was refused.
 //   - The address is the one of the kubeconfig or of the pod's environment
 //     (KUBERNETES_SERVICE_HOST), or any of a list of servers. With a list
 //     nothing has to work that podweir itself makes work, such as the service

@@ -97,6 +97,11 @@ says so; ask there as well.`,
 			if err != nil {
 				return err
 			}
+			for _, end := range []struct{ flag, value string }{{"--from", from}, {"--to", to}} {
+				if _, err := netip.ParseAddr(end.value); err != nil && end.value != "host" && !validPod(end.value) {
+					return usageError("%s %s: is neither a pod (namespace/name), nor an address, nor host", end.flag, end.value)
+				}
+			}
 			return s.withMaps(func(m Maps) error {
 				n := s.names(cmd.Context(), api.PathStatus, api.PathServices, api.PathEndpoints, api.PathPolicy)
 				q := asker{ctx: cmd.Context(), m: m, n: n, agent: s.env.DialAgent(s.socket)}
@@ -146,7 +151,7 @@ func parsePort(s string) (proto uint8, port uint16, err error) {
 			return proto, uint16(n), nil
 		}
 	}
-	return 0, 0, &exitError{exitUsage, fmt.Errorf("--port %s: is neither a port such as 8080, 53/udp or 9000/sctp, nor icmp", s)}
+	return 0, 0, usageError("--port %s: is neither a port such as 8080, 53/udp or 9000/sctp, nor icmp", s)
 }
 
 // asker puts questions to the datapath and names what it answers.
@@ -337,9 +342,6 @@ func (a *asker) end(flag, s string) ([]askEnd, error) {
 	}
 	if s == "host" {
 		return a.host(flag)
-	}
-	if !strings.Contains(s, "/") {
-		return nil, &exitError{exitUsage, fmt.Errorf("%s %s: is neither a pod (namespace/name), nor an address, nor host", flag, s)}
 	}
 	for _, e := range a.n.endpoints {
 		if podName(e.Namespace, e.Pod) == s {

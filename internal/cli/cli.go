@@ -12,9 +12,11 @@ import (
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
 	"github.com/podweir/podweir/internal/doctor"
+	"github.com/podweir/podweir/internal/version"
 )
 
 // Exit statuses other than 0.
@@ -34,6 +36,12 @@ type exitError struct {
 func (e *exitError) Error() string { return e.err.Error() }
 func (e *exitError) Unwrap() error { return e.err }
 
+// usageError: a value that is wrong whatever is the case on the node. One that
+// may be right, and names what is not there, is a failure.
+func usageError(format string, args ...any) error {
+	return &exitError{exitUsage, fmt.Errorf(format, args...)}
+}
+
 // Env is the world a command runs in; tests put fakes in its place.
 type Env struct {
 	OpenMaps  func(bpffs string) (Maps, error)
@@ -42,6 +50,8 @@ type Env struct {
 	Host func(bpffs string) doctor.Host
 	// Now is CLOCK_MONOTONIC in nanoseconds, the clock of the flows.
 	Now func() uint64
+	// Version is this program's.
+	Version string
 	// IfName names a device; empty when there is none.
 	IfName         func(ifindex uint32) string
 	Stdout, Stderr io.Writer
@@ -67,8 +77,9 @@ func OSEnv() Env {
 			}
 			return dev.Name
 		},
-		Stdout: os.Stdout,
-		Stderr: os.Stderr,
+		Version: version.String(),
+		Stdout:  os.Stdout,
+		Stderr:  os.Stderr,
 	}
 }
 
@@ -116,12 +127,23 @@ every command but monitor works, with numbers and addresses in place of names.
 
 Exit status: 0 done, 1 failed, 2 wrong usage, 3 no maps under --bpffs,
 4 no permission to read them.`,
+		Version:       s.env.Version,
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		Args:          cobra.NoArgs,
 		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error {
 			if err := cmd.ValidateRequiredFlags(); err != nil {
+				return err
+			}
+			// A script's variable that nobody set must not stand for everything.
+			var errs []error
+			cmd.Flags().Visit(func(f *pflag.Flag) {
+				if f.Value.String() == "" {
+					errs = append(errs, fmt.Errorf("--%s is empty", f.Name))
+				}
+			})
+			if err := errors.Join(errs...); err != nil {
 				return err
 			}
 			switch s.output {
@@ -138,7 +160,7 @@ Exit status: 0 done, 1 failed, 2 wrong usage, 3 no maps under --bpffs,
 	flags.StringVar(&s.socket, "socket", "/run/podweir/agent.sock", "socket of the agent")
 	flags.StringVarP(&s.output, "output", "o", "table", "table, wide or json")
 	root.AddCommand(s.statusCommand(), s.servicesCommand(), s.flowsCommand(), s.endpointsCommand(),
-		s.policyCommand(), s.monitorCommand(), s.nodesCommand(), s.metricsCommand(), s.doctorCommand())
+		s.policyCommand(), s.monitorCommand(), s.nodesCommand(), s.metricsCommand(), s.doctorCommand(), s.versionCommand())
 	return root
 }
 

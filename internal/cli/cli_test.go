@@ -37,6 +37,7 @@ func run(m *fakeMaps, agent Agent, args ...string) string {
 		DialAgent: func(string) Agent { return agent },
 		Host:      func(string) doctor.Host { return fakeHost{} },
 		Now:       func() uint64 { return bootTime },
+		Version:   "v0.2.0",
 		IfName: func(ifindex uint32) string {
 			return map[uint32]string{2: "eth0", 7: "pw00000000001", 9: "pw00000000002"}[ifindex]
 		},
@@ -128,6 +129,9 @@ func TestGolden(t *testing.T) {
 		{"monitor-other-pod", nil, planAgent(), "monitor --pod default/web-1"},
 		{"monitor-down", planMaps(), down, "monitor"},
 		{"monitor-bad-pod", nil, planAgent(), "monitor --pod client"},
+		{"version", nil, planAgent(), "version"},
+		{"version-json", nil, planAgent(), "version -o json"},
+		{"version-down", nil, down, "version"},
 		{"nodes", planMaps(), planAgent(), "nodes"},
 		{"nodes-json", planMaps(), planAgent(), "nodes -o json"},
 		{"nodes-down", planMaps(), down, "nodes"},
@@ -181,12 +185,21 @@ func TestFlowFilters(t *testing.T) {
 		down bool
 		want []string
 		err  string
+		// status of an error; 0 = failed: the value may be right elsewhere
+		status int
 	}{
 		{args: "--proto tcp", want: []string{client, client, world}},
 		{args: "--proto 6", want: []string{client, client, world}},
 		{args: "--proto icmpv6", want: []string{host}},
 		{args: "--proto sctp", want: []string{sig}},
-		{args: "--proto spx", err: "--proto spx: is none of"},
+		{args: "--proto spx", err: "--proto spx: is none of", status: exitUsage},
+		{args: "--proto 256", err: "--proto 256: is none of", status: exitUsage},
+		{args: "--from 10.244.80.0/33", err: "--from 10.244.80.0/33: is neither an address", status: exitUsage},
+		{args: "--to 10.244.80.65:70000", err: "--to 10.244.80.65:70000: is neither an address", status: exitUsage},
+		{args: "--to a/b/c", err: "--to a/b/c: is neither an address", status: exitUsage},
+		{args: "--service web", err: "--service web: is neither namespace/name", status: exitUsage},
+		{args: "--service 0", err: "--service 0: is neither namespace/name", status: exitUsage},
+		{args: "--service 10.98.235.0/24", err: "--service 10.98.235.0/24: is neither namespace/name", status: exitUsage},
 		{args: "--from 10.244.80.65", want: []string{client, client, local, local}},
 		{args: "--from 10.244.80.65:40000", want: []string{client, client}},
 		{args: "--from 10.244.80.0/24 --proto udp", want: []string{local, local}},
@@ -224,8 +237,8 @@ func TestFlowFilters(t *testing.T) {
 			}
 			got := run(planMaps(), agent, append([]string{"flows"}, strings.Fields(tt.args)...)...)
 			if tt.err != "" {
-				if !strings.Contains(got, tt.err) || !strings.Contains(got, "exit status 1") {
-					t.Errorf("want the error %q:\n%s", tt.err, got)
+				if status := max(tt.status, exitFailed); !strings.Contains(got, tt.err) || !strings.Contains(got, fmt.Sprintf("exit status %d ", status)) {
+					t.Errorf("want the error %q and exit status %d:\n%s", tt.err, status, got)
 				}
 				return
 			}
@@ -240,6 +253,46 @@ func TestFlowFilters(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// A value that is wrong on every node is wrong usage, and said before the maps
+// or the agent are asked for anything: with the fakes of neither.
+func TestWrongValues(t *testing.T) {
+	for args, want := range map[string]string{
+		"flows --proto foo":                                "--proto foo: is none of",
+		"flows --proto=":                                   "--proto is empty",
+		"flows --from=":                                    "--from is empty",
+		"flows --from 1.2.3.4/40":                          "--from 1.2.3.4/40",
+		"flows --to Web":                                   "",
+		"flows --to a/b/c":                                 "--to a/b/c",
+		"flows --service web":                              "--service web",
+		"monitor --reason foo":                             "--reason foo: is in the name of no reason; they are drop_malformed, ",
+		"monitor --reason fwd_local":                       "--reason fwd_local",
+		"monitor --reason=":                                "--reason is empty",
+		"monitor --pod web":                                "--pod web",
+		"monitor --pod a/b/c":                              "--pod a/b/c",
+		"monitor --pod /web":                               "--pod /web",
+		"policy web":                                       "web: is neither a pod",
+		"policy 10.0.0.0/8":                                "10.0.0.0/8: is neither a pod",
+		"policy ask --from web --to host --port 80":        "--from web",
+		"policy ask --from host --to default/ --port 80":   "--to default/",
+		"policy ask --from host --to 10.0.0.0/8 --port 80": "--to 10.0.0.0/8",
+		"policy ask --from host --to default/web --port 80/dccp": "--port 80/dccp",
+		"policy ask --from host --to default/web --port 0":       "--port 0",
+		"status -o yaml":          "-o yaml",
+		"status --socket=":        "--socket is empty",
+		"services --bpffs=":       "--bpffs is empty",
+		"metrics --drops=perhaps": "--drops",
+	} {
+		got := run(nil, fakeAgent(nil), strings.Fields(args)...)
+		status := exitUsage
+		if want == "" { // may be a device's name
+			status = exitNoMaps
+		}
+		if !strings.Contains(got, want) || !strings.Contains(got, fmt.Sprintf("exit status %d ", status)) {
+			t.Errorf("%s: want %q and exit status %d:\n%s", args, want, status, got)
+		}
 	}
 }
 

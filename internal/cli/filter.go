@@ -4,6 +4,9 @@ import (
 	"fmt"
 	"net/netip"
 	"strconv"
+	"strings"
+
+	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/podweir/podweir/internal/maps"
 )
@@ -14,6 +17,43 @@ type flowFilter struct {
 	services map[uint32]bool // nil: any
 	proto    string          // empty: any
 }
+
+// checkFlowFlags refuses what selects nothing on any node, before anybody is
+// asked what the rest means.
+func checkFlowFlags(from, to, service, proto string) error {
+	for _, end := range []struct{ flag, value string }{{"--from", from}, {"--to", to}} {
+		s := end.value
+		_, err1 := netip.ParseAddr(s)
+		_, err2 := netip.ParsePrefix(s)
+		_, err3 := netip.ParseAddrPort(s)
+		if s != "" && err1 != nil && err2 != nil && err3 != nil && !validPod(s) && !validNode(s) && !validDevice(s) {
+			return usageError("%s %s: is neither an address, with a port or without, nor a range, nor a name of a pod (namespace/name), node or device", end.flag, s)
+		}
+	}
+	if proto != "" {
+		if _, err := parseProto(proto); err != nil {
+			return err
+		}
+	}
+	_, err1 := netip.ParseAddr(service)
+	_, err2 := netip.ParseAddrPort(service)
+	id, err3 := strconv.ParseUint(service, 10, 32)
+	// Names are printed as "pod namespace/name:port" when no Service owns them.
+	name, _, _ := strings.Cut(service[strings.LastIndexByte(service, ' ')+1:], ":")
+	if service != "" && err1 != nil && err2 != nil && (err3 != nil || id == 0) && !validPod(name) {
+		return usageError("--service %s: is neither namespace/name, with a port's name or without, nor an address, nor an id", service)
+	}
+	return nil
+}
+
+// validPod: may s be namespace/name?
+func validPod(s string) bool {
+	namespace, name, ok := strings.Cut(s, "/")
+	return ok && len(validation.IsDNS1123Label(namespace)) == 0 && len(validation.IsDNS1123Subdomain(name)) == 0
+}
+
+// validNode: may s be the name of a Node?
+func validNode(s string) bool { return len(validation.IsDNS1123Subdomain(s)) == 0 }
 
 func newFlowFilter(m Maps, n *names, from, to, service, proto string) (flowFilter, error) {
 	var f flowFilter
@@ -137,7 +177,7 @@ func parseProto(s string) (string, error) {
 			return s, nil
 		}
 	}
-	return "", fmt.Errorf("--proto %s: is none of tcp, udp, sctp, icmp, icmpv6 and no number below 256", s)
+	return "", usageError("--proto %s: is none of tcp, udp, sctp, icmp, icmpv6 and no number below 256", s)
 }
 
 // findServices returns the ids that s means: an id, an address and port in

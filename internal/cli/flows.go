@@ -76,6 +76,9 @@ stale (the next packet is decided again), no-twin (the entry of
 the other direction is gone).`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := checkFlowFlags(from, to, service, proto); err != nil {
+				return err
+			}
 			return s.withMaps(func(m Maps) error {
 				n := s.names(cmd.Context(), api.PathStatus, api.PathServices, api.PathEndpoints, api.PathPolicy)
 				f, err := newFlowFilter(m, n, from, to, service, proto)

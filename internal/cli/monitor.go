@@ -5,12 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/podweir/podweir/internal/api"
+	"github.com/podweir/podweir/internal/maps"
 )
 
 // errAgentEnded: the agent has ended its answer.
@@ -30,8 +32,8 @@ The agent must run. It tells from now on, no more than its flag
 event_lost what was not told.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if f.pod != "" && !strings.Contains(f.pod, "/") {
-				return &exitError{exitUsage, fmt.Errorf("--pod %s: write namespace/name", f.pod)}
+			if err := f.check(); err != nil {
+				return err
 			}
 			ctx := cmd.Context()
 			err := s.env.DialAgent(s.socket).Stream(ctx, api.PathEvents, func(line json.RawMessage) error {
@@ -56,6 +58,18 @@ event_lost what was not told.`,
 }
 
 type eventFilter struct{ pod, reason string }
+
+// check refuses what no event can match: nobody must wait for that.
+func (f eventFilter) check() error {
+	if f.pod != "" && !validPod(f.pod) {
+		return usageError("--pod %s: write namespace/name", f.pod)
+	}
+	reasons := maps.DropReasons()
+	if !slices.ContainsFunc(reasons, func(r string) bool { return strings.Contains(r, f.reason) }) {
+		return usageError("--reason %s: is in the name of no reason; they are %s", f.reason, strings.Join(reasons, ", "))
+	}
+	return nil
+}
 
 func (f eventFilter) match(ev *api.Event) bool {
 	if !strings.Contains(ev.Reason, f.reason) {

@@ -61,6 +61,11 @@ func (s *session) policyCommand() *cobra.Command {
 		Short: "List the policy tables of this node's pods, or the entries of one pod's",
 		Args:  cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) == 1 {
+				if _, err := netip.ParseAddr(args[0]); err != nil && !validPod(args[0]) {
+					return usageError("%s: is neither a pod (namespace/name) nor an address", args[0])
+				}
+			}
 			return s.withMaps(func(m Maps) error {
 				n := s.names(cmd.Context(), api.PathEndpoints, api.PathPolicy)
 				pods, err := readPolicies(m, n)
@@ -183,7 +188,7 @@ func findPod(pods []podPolicyView, n *names, arg string) ([]podPolicyView, error
 	case n.down != nil:
 		return nil, fmt.Errorf("%s: names of pods need the agent, which does not answer; give an address of the pod", arg)
 	}
-	return nil, fmt.Errorf("%s is no pod on this node; 'podweir endpoints' lists them, write namespace/name", arg)
+	return nil, fmt.Errorf("%s is no pod on this node; 'podweir endpoints' lists them", arg)
 }
 
 // readPolicies returns every pod of the node with the entries of its tables.

@@ -43,10 +43,18 @@ func (c *Client) Add(ctx context.Context, req endpoint.Request) (endpoint.Endpoi
 	return ep, err
 }
 
-// Del asks to remove an endpoint.
+// Del asks to remove an endpoint. Nothing that does not serve this is sent: it
+// must not be able to stand in the way.
 func (c *Client) Del(ctx context.Context, req endpoint.Request) error {
-	return c.call(ctx, http.MethodPost, pathDel, req, &empty{})
+	only := endpoint.Request{ContainerID: req.ContainerID, IfName: req.IfName}
+	if len(req.Namespace) <= maxName && len(req.Pod) <= maxName {
+		only.Namespace, only.Pod = req.Namespace, req.Pod
+	}
+	return c.call(ctx, http.MethodPost, pathDel, only, &empty{})
 }
+
+// maxName is what a name of Kubernetes has at most. No pod has a longer one.
+const maxName = 253
 
 // Check asks whether an endpoint is as it was made.
 func (c *Client) Check(ctx context.Context, req endpoint.Request) error {
@@ -70,6 +78,9 @@ func (c *Client) call(ctx context.Context, method, path string, req, resp any) e
 	body, err := json.Marshal(req)
 	if err != nil {
 		return err
+	}
+	if limit := bodyLimit(path); len(body) > limit {
+		return &endpoint.Error{Code: endpoint.CodeDecode, Msg: fmt.Sprintf("request %s is too large: %d bytes, %d are possible", path, len(body), limit)}
 	}
 	r, err := http.NewRequestWithContext(ctx, method, "http://agent"+path, bytes.NewReader(body))
 	if err != nil {

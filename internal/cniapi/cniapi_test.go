@@ -162,7 +162,7 @@ func TestMalformedRequests(t *testing.T) {
 	a := newAgent(t)
 	for name, c := range map[string]struct{ request, status, body string }{
 		"no JSON":       {"POST /v1/cni/add HTTP/1.0\r\nContent-Length: 1\r\n\r\n{", "400", `"code":6`},
-		"too large":     {"POST /v1/cni/add HTTP/1.0\r\nContent-Length: 99999\r\n\r\n" + strings.Repeat(" ", 99999), "400", "too large"},
+		"too large":     {"POST /v1/cni/add HTTP/1.0\r\nContent-Length: 1048577\r\n\r\n" + strings.Repeat(" ", 1<<20+1), "400", "too large: 1048576"},
 		"wrong method":  {"GET /v1/cni/add HTTP/1.0\r\n\r\n", "405", ""},
 		"wrong address": {"POST /v1/cni/del HTTP/1.0\r\nContent-Length: 20\r\n\r\n" + `{"addrs":["nowhere"]}`, "400", "code"},
 		"GC without a list": {
@@ -218,6 +218,92 @@ func TestUnreachable(t *testing.T) {
 	}()
 	if err := cniapi.NewClient(path).Del(t.Context(), endpoint.Request{}); !errors.Is(err, cniapi.ErrUnreachable) {
 		t.Errorf("error: %v", err)
+	}
+}
+
+// A socket's file that is removed, with its folder or replaced by another
+// one's, comes back, and the server goes on.
+func TestSocketComesBack(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "run", "agent.sock")
+	l, err := cniapi.Listen(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("{}")) })}
+	done := make(chan error, 1)
+	go func() { done <- server.Serve(l) }()
+	c := cniapi.NewClient(path)
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	must(c.Status(t.Context()))
+	if again, err := l.Restore(); again || err != nil {
+		t.Errorf("nothing has gone: %v, %v", again, err)
+	}
+	dead := func() {
+		stale, err := net.Listen("unix", path)
+		must(err)
+		stale.(*net.UnixListener).SetUnlinkOnClose(false)
+		must(stale.Close())
+	}
+	for name, harm := range map[string]func(){
+		"file":         func() { must(os.Remove(path)) },
+		"folder":       func() { must(os.RemoveAll(filepath.Dir(path))) },
+		"a dead one's": func() { must(os.Remove(path)); dead() },
+	} {
+		harm()
+		if err := c.Status(t.Context()); !errors.Is(err, cniapi.ErrUnreachable) {
+			t.Errorf("%s: %v", name, err)
+		}
+		if again, err := l.Restore(); !again || err != nil {
+			t.Errorf("%s: %v, %v", name, again, err)
+		}
+		must(c.Status(t.Context()))
+	}
+	must(os.Remove(path))
+	must(os.WriteFile(path, nil, 0o600))
+	if again, err := l.Restore(); again || err == nil || !strings.Contains(err.Error(), path) || !strings.Contains(err.Error(), "no socket") {
+		t.Errorf("a file in the way: %v, %v", again, err)
+	}
+	must(os.Remove(path))
+	rival, err := cniapi.Listen(path)
+	must(err)
+	if again, err := l.Restore(); again || err == nil || !strings.Contains(err.Error(), "another process") {
+		t.Errorf("another's socket: %v, %v", again, err)
+	}
+	must(server.Close())
+	if err := <-done; !errors.Is(err, http.ErrServerClosed) {
+		t.Errorf("the server ended with %v", err)
+	}
+	if _, err := os.Lstat(path); err != nil {
+		t.Errorf("closing took the socket of another: %v", err)
+	}
+	must(rival.Close())
+	if again, err := l.Restore(); again || err != nil {
+		t.Errorf("after Close: %v, %v", again, err)
+	}
+}
+
+// What a deletion does not need cannot stand in its way, and is not sent.
+func TestDelIsSmall(t *testing.T) {
+	a := newAgent(t)
+	c := cniapi.NewClient(a.socket)
+	req := request(t)
+	if _, err := c.Add(t.Context(), req); err != nil {
+		t.Fatal(err)
+	}
+	huge := req
+	huge.PortMappings = make([]endpoint.PortMapping, 100_000)
+	huge.Pod = strings.Repeat("x", 2<<20)
+	if err := c.Del(t.Context(), huge); err != nil || len(a.List()) > 0 {
+		t.Errorf("%v, endpoints %v", err, a.List())
+	}
+	var e *endpoint.Error
+	if _, err := c.Add(t.Context(), huge); !errors.As(err, &e) || e.Code != endpoint.CodeDecode || !strings.Contains(err.Error(), "too large") {
+		t.Errorf("ADD: %v", err)
 	}
 }
 

@@ -6,14 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
-	"net"
 	"net/http"
-	"os"
-	"path/filepath"
 	"strconv"
-	"sync"
-	"syscall"
 	"time"
 
 	"github.com/podweir/podweir/internal/endpoint"
@@ -30,9 +24,17 @@ const (
 	timeoutHeader = "Podweir-Timeout-Ms"
 	maxTimeout    = 10 * time.Minute
 
-	maxBody   = 64 << 10
+	maxBody   = 1 << 20 // some 10,000 port mappings
 	maxGCBody = 4 << 20 // some 20,000 attachments
 )
+
+// bodyLimit is how many bytes a request may have.
+func bodyLimit(path string) int {
+	if path == pathGC {
+		return maxGCBody
+	}
+	return maxBody
+}
 
 type gcRequest struct {
 	Network string         `json:"network"`
@@ -71,6 +73,10 @@ func serve[Req, Resp any](limit int64, f func(context.Context, Req) (Resp, error
 		var req Req
 		if err == nil {
 			err = json.Unmarshal(body, &req)
+		}
+		var large *http.MaxBytesError
+		if errors.As(err, &large) {
+			err = fmt.Errorf("it is too large: %d bytes are possible", large.Limit)
 		}
 		if err != nil {
 			reply(w, empty{}, &endpoint.Error{Code: endpoint.CodeDecode, Msg: fmt.Sprintf("request %s: %v", r.URL.Path, err)})
@@ -112,67 +118,8 @@ func httpStatus(c endpoint.Code) int {
 		return http.StatusNotFound
 	case endpoint.CodeExists, endpoint.CodeAddress, endpoint.CodeDiffers, endpoint.CodeHostPort:
 		return http.StatusConflict
-	case endpoint.CodeTryAgain, endpoint.CodeNotAvailable, endpoint.CodeExhausted:
+	case endpoint.CodeTryAgain, endpoint.CodeNotAvailable, endpoint.CodeLimited, endpoint.CodeExhausted:
 		return http.StatusServiceUnavailable
 	}
 	return http.StatusInternalServerError
-}
-
-// Listen opens a unix socket that only its owner may use. It takes the place
-// of a socket that nobody listens on any more; a live one is an error.
-func Listen(path string) (net.Listener, error) {
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		return nil, fmt.Errorf("socket %s: %w", path, err)
-	}
-	if conn, err := net.Dial("unix", path); err == nil {
-		_ = conn.Close()
-		return nil, fmt.Errorf("socket %s: another process listens on it", path)
-	}
-	if st, err := os.Lstat(path); err == nil && st.Mode().Type() != fs.ModeSocket {
-		return nil, fmt.Errorf("socket %s: a file that is no socket is in the way", path)
-	}
-	// Its final name appears only when its mode is right.
-	temp := path + "~"
-	if err := os.Remove(temp); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("socket %s: %w", path, err)
-	}
-	l, err := net.Listen("unix", temp)
-	if err != nil {
-		if errors.Is(err, syscall.EINVAL) {
-			err = fmt.Errorf("the path is too long for a socket: %w", err)
-		}
-		return nil, fmt.Errorf("socket %s: %w", path, err)
-	}
-	unix := l.(*net.UnixListener)
-	unix.SetUnlinkOnClose(false)
-	err = os.Chmod(temp, 0o600)
-	var own fs.FileInfo
-	if err == nil {
-		own, err = os.Lstat(temp)
-	}
-	if err == nil {
-		err = os.Rename(temp, path)
-	}
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("socket %s: %w", path, err), l.Close(), os.Remove(temp))
-	}
-	return &listener{UnixListener: unix, path: path, own: own}, nil
-}
-
-// listener removes its socket when it is closed, unless a successor has put
-// its own there.
-type listener struct {
-	*net.UnixListener
-	path string
-	own  fs.FileInfo
-	once sync.Once
-}
-
-func (l *listener) Close() error {
-	l.once.Do(func() {
-		if now, err := os.Lstat(l.path); err == nil && os.SameFile(now, l.own) {
-			_ = os.Remove(l.path)
-		}
-	})
-	return l.UnixListener.Close()
 }

@@ -36,14 +36,35 @@ func DefaultConf() []byte {
 // names that end like this.
 const temporary = ".podweir-tmp"
 
+// makeFolder makes the folder of plugins where the one around it is there. Where
+// it is not, the name is more likely a mistake than a wish: a runtime would
+// never look there.
+func makeFolder(dir string) error {
+	err := os.Mkdir(dir, 0o755)
+	if errors.Is(err, fs.ErrExist) {
+		var st fs.FileInfo
+		if st, err = os.Stat(dir); err == nil && !st.IsDir() {
+			return fmt.Errorf("folder of CNI plugins: %s is a file", dir)
+		}
+	}
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("folder of CNI plugins: %s cannot be made, as there is no %s: is the name right? If so, make that folder first (mkdir -p %s)",
+			dir, filepath.Dir(dir), filepath.Dir(dir))
+	}
+	if err != nil {
+		return fmt.Errorf("folder of CNI plugins: %w", err)
+	}
+	return nil
+}
+
 // Program copies the plugin into the folder of plugins.
 func Program(from, dir string) (changed bool, err error) {
 	data, err := os.ReadFile(from)
 	if err != nil {
 		return false, fmt.Errorf("CNI plugin: %w", err)
 	}
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return false, fmt.Errorf("folder of CNI plugins: %w", err)
+	if err := makeFolder(dir); err != nil {
+		return false, err
 	}
 	if changed, err = replace(filepath.Join(dir, Plugin), data, 0o755); err != nil {
 		return false, fmt.Errorf("CNI plugin: %w", err)

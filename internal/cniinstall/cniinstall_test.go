@@ -35,7 +35,7 @@ func names(t *testing.T, dir string) []string {
 
 func TestProgram(t *testing.T) {
 	dir := t.TempDir()
-	from, bin := filepath.Join(dir, "program"), filepath.Join(dir, "opt", "bin")
+	from, bin := filepath.Join(dir, "program"), filepath.Join(dir, "bin")
 	put(t, dir, map[string]string{"program": "one"})
 	for _, step := range []struct {
 		content string
@@ -81,6 +81,27 @@ func TestProgram(t *testing.T) {
 	}
 	if err := RemoveProgram(bin); err != nil {
 		t.Errorf("removing again: %v", err)
+	}
+}
+
+// A folder in a place that is not there is a slip of the hand: nothing is made.
+func TestProgramInAFolderThatIsNone(t *testing.T) {
+	dir := t.TempDir()
+	put(t, dir, map[string]string{"program": "one", "file": ""})
+	from := filepath.Join(dir, "program")
+	for name, want := range map[string]string{
+		"optt/cni/bin": filepath.Join(dir, "optt/cni") + ": is the name right",
+		"file":         "is a file", "file/bin": "not a directory",
+	} {
+		if _, err := Program(from, filepath.Join(dir, name)); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %q", name, err, want)
+		}
+	}
+	if got := names(t, dir); !slices.Equal(got, []string{"file", "program"}) {
+		t.Errorf("folder has %v", got)
+	}
+	if _, err := Program(from, filepath.Join(dir, "bin")+"/"); err != nil {
+		t.Errorf("a folder where there is a place for it: %v", err)
 	}
 }
 

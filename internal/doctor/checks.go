@@ -42,10 +42,16 @@ func wanted(d api.Device) []string {
 	switch {
 	case d.Name == node.Loopback:
 		return []string{"to_lo"}
+	case d.Role == "pod" && d.Filters != "":
+		return []string{"from_pod_judge", "to_pod"}
+	case d.Role == "pod" && d.Bypassed != "":
+		return []string{"to_pod"} // one of both
 	case d.Role == "pod":
 		return []string{"from_pod", "to_pod"}
 	case d.Role == "overlay":
 		return []string{"from_overlay", "to_overlay"}
+	case d.Role == "reassembly":
+		return []string{"from_frag"}
 	}
 	return []string{"from_netdev", "to_netdev"}
 }

@@ -176,6 +176,10 @@ func TestChecks(t *testing.T) {
 			[]string{"warn leftovers|iptables-legacy, table ip filter, chain KUBE-SERVICES|kube-proxy --cleanup"}},
 		{"the kubelet's chains", func(h *fakeHost, _ *Facts) { h.rules = ":KUBE-FIREWALL - [0:0]\n:KUBE-KUBELET-CANARY - [0:0]" }, nil},
 		{"IPVS was here", func(h *fakeHost, _ *Facts) { h.mtus["kube-ipvs0"] = 1500 }, []string{"warn leftovers|kube-ipvs0"}},
+		{"filtered", func(h *fakeHost, f *Facts) {
+			f.Status.Devices[3].Filters, h.programs[9] = "filters", []string{"from_pod_judge", "to_pod"}
+		}, nil},
+		{"filters, and the wrong program", func(_ *fakeHost, f *Facts) { f.Status.Devices[3].Filters = "filters" }, []string{"fail programs|Device " + veth + "|from_pod_judge"}},
 		{"a qdisc", func(_ *fakeHost, f *Facts) { f.Status.Devices[3].Qdisc = "tbf" }, nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -25,11 +25,14 @@ func (m *Manager) Add(ctx context.Context, req Request) (Endpoint, error) {
 		return Endpoint{}, errorf(CodeTryAgain, "the agent has not finished starting: %w", ctx.Err())
 	}
 	hostIf := HostIfName(req.Namespace, req.Pod, req.ContainerID, req.IfName)
+	t := m.begin("add", req.Key().String())
+	defer t.end()
 	unlock, err := m.lockPod(ctx, hostIf)
 	if err != nil {
 		return Endpoint{}, err
 	}
 	defer unlock()
+	t.step("locked")
 
 	pod, err := m.openPod(req.Netns)
 	if err != nil {
@@ -43,12 +46,13 @@ func (m *Manager) Add(ctx context.Context, req Request) (Endpoint, error) {
 	if err != nil {
 		return Endpoint{}, err
 	}
-	ep, err := m.create(ctx, e, pod)
+	t.step("reserved")
+	ep, err := m.create(ctx, t, e, pod)
 	if err != nil {
 		return Endpoint{}, m.undo(ctx, e, err)
 	}
 	ep = m.resizeNew(e, ep)
-	m.log.Info("endpoint added", "endpoint", ep.String(), "id", ep.ID, "addrs", ep.Addrs, "interface", ep.HostIfName)
+	m.log.Info("endpoint added", "endpoint", ep.String(), "id", ep.ID, "addrs", ep.Addrs, "interface", ep.HostIfName, t.done())
 	return ep, nil
 }
 
@@ -102,7 +106,9 @@ func (m *Manager) makeRoom(ctx context.Context, req Request, hostIf string, pod 
 			return errorf(CodeInternal, "the interface name %s belongs to %s already: rename the pod", hostIf, ep)
 		}
 		m.log.Warn("a newer sandbox of the pod takes its place", "old", ep.String(), "new", req.ContainerID)
-		if err := m.remove(ctx, old); err != nil {
+		t := m.begin("replace", ep.Key().String())
+		defer t.end()
+		if err := m.remove(ctx, t, old); err != nil {
 			return errorf(CodeInternal, "remove the older sandbox's %s: %w", ep, err)
 		}
 	}
@@ -178,17 +184,17 @@ func (m *Manager) newMAC() net.HardwareAddr {
 
 // create makes what register reserved, in the order that the package
 // promises.
-func (m *Manager) create(ctx context.Context, e *entry, pod *podNetns) (Endpoint, error) {
+func (m *Manager) create(ctx context.Context, t *trail, e *entry, pod *podNetns) (Endpoint, error) {
 	ep := m.endpointOf(e)
-	m.step("reserved")
 	if err := m.save(e, ep, phaseCreating); err != nil {
 		return ep, err
 	}
-	m.step("saved")
+	t.step("saved")
 	// A deletion queued for this very container is from before.
-	if err := removeFile(m.store.deletions, fileName(ep.Key())); err != nil {
+	if err := m.store.unqueue(ep.Key()); err != nil {
 		return ep, errorf(CodeIO, "queued deletion of %s: %w", ep, err)
 	}
+	t.step("older deletion dropped")
 	host, err := newHandle()
 	if err != nil {
 		return ep, err
@@ -202,43 +208,47 @@ func (m *Manager) create(ctx context.Context, e *entry, pod *podNetns) (Endpoint
 		return ep, err
 	}
 	m.change(func() { e.rec.Endpoint = ep })
-	m.step("created")
+	t.step("created")
 	if _, err := m.setSysctls(ep.HostIfName, hostSysctls()); err != nil {
 		return ep, err
 	}
+	t.step("host settings")
 	if err := inNetns(pod.ns, m.host, func() error { return m.podSettings(ep) }); err != nil {
 		return ep, errorf(CodeInternal, "in the pod: %w", err)
 	}
+	t.step("pod settings")
 	if err := m.cfg.Datapath.AttachPod(ctx, ep.HostIfindex, ep.HostIfName); err != nil {
 		return ep, errorf(CodeInternal, "attach the datapath to %s: %w", ep.HostIfName, err)
 	}
 	m.change(func() { e.attached = true })
-	m.step("attached")
+	t.step("attached")
 	if err := m.cfg.Regenerator.Up(ctx, ep); err != nil {
 		return ep, errorf(upCode(err), "policy of %s is not in force: %w", ep, err)
 	}
 	m.change(func() { e.up = true })
-	m.step("up")
+	t.step("up")
 	if err := configurePod(pod.h, ep); err != nil {
 		return ep, err
 	}
+	t.step("pod configured")
 	if err := configureHost(host, ep, link); err != nil {
 		return ep, err
 	}
+	t.step("host configured")
 	if err := awaitUp(ctx, m.host, host, ep.HostIfName); err != nil {
 		return ep, err
 	}
 	if err := awaitUp(ctx, pod.ns, pod.h, ep.IfName); err != nil {
 		return ep, errorf(CodeInternal, "in the pod: %w", err)
 	}
-	m.step("configured")
+	t.step("in operation")
 	if err := ctx.Err(); err != nil {
 		return ep, err // nobody waits for the answer
 	}
 	if err := m.save(e, ep, phaseReady); err != nil {
 		return ep, err
 	}
-	m.step("ready")
+	t.step("ready")
 	return ep, nil
 }
 
@@ -271,7 +281,9 @@ func (m *Manager) undo(ctx context.Context, e *entry, cause error) error {
 		out.Code = CodeTryAgain
 	}
 	m.log.Error("endpoint not added", "endpoint", ep.String(), "err", cause)
-	if err := m.remove(ctx, e); err != nil {
+	t := m.begin("undo", ep.Key().String())
+	defer t.end()
+	if err := m.remove(ctx, t, e); err != nil {
 		m.log.Error("a failed addition could not be undone", "endpoint", ep.String(), "err", err)
 		out.Details = "undoing it failed too, DEL tries again: " + err.Error()
 	}

@@ -260,6 +260,26 @@ func TestDelForUnknownContainersAndWithoutNetns(t *testing.T) {
 	b.expectNothing()
 }
 
+// ADD refuses names that are none; the DEL that follows has nothing to do.
+func TestDelOfWhatCannotBe(t *testing.T) {
+	b := newBench(t)
+	for _, k := range []endpoint.Key{
+		{ContainerID: strings.Repeat("x", 201), IfName: "eth0"}, {ContainerID: "../../x", IfName: "eth0"},
+		{ContainerID: "c", IfName: "sixteen-letters-"}, {ContainerID: "c", IfName: "a/b"}, {ContainerID: "c", IfName: "lo"},
+		{ContainerID: "c", IfName: "all"}, {ContainerID: "c", IfName: "a b"}, {ContainerID: "c", IfName: "eth\x000"},
+	} {
+		req, _ := b.request("web")
+		req.ContainerID, req.IfName = k.ContainerID, k.IfName
+		_, err := b.Add(t.Context(), req)
+		expectCode(t, err, endpoint.CodeBadRequest)
+		b.del(req)
+	}
+	for _, k := range []endpoint.Key{{IfName: "eth0"}, {ContainerID: "c"}} {
+		expectCode(t, b.Del(t.Context(), endpoint.Request{ContainerID: k.ContainerID, IfName: k.IfName}), endpoint.CodeBadRequest, "empty")
+	}
+	b.expectNothing()
+}
+
 func TestLateDelOfAnOlderSandbox(t *testing.T) {
 	b := newBench(t)
 	old, _ := b.request("web", "10.244.80.70", "fd00:10:244:50::70")

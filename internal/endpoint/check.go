@@ -63,6 +63,11 @@ func (m *Manager) differences(ctx context.Context, ep Endpoint, req Request) ([]
 		return nil, err
 	}
 	diffs = append(diffs, host...)
+	settings, err := m.sysctlDifferences(ep.HostIfName, hostSysctls())
+	if err != nil {
+		return nil, err
+	}
+	diffs = append(diffs, settings...)
 	path := req.Netns
 	if path == "" {
 		path = ep.Netns
@@ -72,7 +77,7 @@ func (m *Manager) differences(ctx context.Context, ep Endpoint, req Request) ([]
 		return nil, err
 	}
 	defer pod.close()
-	inPod, err := podDifferences(pod.h, ep)
+	inPod, err := podDifferences(pod.h, ep, req.MTU)
 	if err != nil {
 		return nil, err
 	}
@@ -80,6 +85,11 @@ func (m *Manager) differences(ctx context.Context, ep Endpoint, req Request) ([]
 	if prober, ok := m.cfg.Datapath.(Prober); ok {
 		if err := prober.Attached(ctx, ep.HostIfindex); err != nil {
 			diffs = append(diffs, fmt.Sprintf("programs on %s: %v", ep.HostIfName, err))
+		}
+	}
+	if prober, ok := m.cfg.Regenerator.(PolicyProber); ok {
+		if err := prober.InForce(ctx, ep); err != nil {
+			diffs = append(diffs, fmt.Sprintf("policy is not in force: %v", err))
 		}
 	}
 	return diffs, nil

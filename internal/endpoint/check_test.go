@@ -82,7 +82,38 @@ func TestCheckNamesEveryDifference(t *testing.T) {
 		"host neighbour": {func() {
 			must(netlink.NeighDel(&netlink.Neigh{LinkIndex: ep.HostIfindex, IP: net.ParseIP("fd00:10:244:50::65")}))
 		}, []string{"neighbour fd00:10:244:50::65", ep.HostIfName}},
-		"programs":      {func() { b.fakes.Forget(ep.HostIfindex) }, []string{"programs", "not attached"}},
+		"programs": {func() { b.fakes.Forget(ep.HostIfindex) }, []string{"programs", "not attached"}},
+		"policy":   {func() { b.fakes.ForgetPolicy(req.Key()) }, []string{"policy is not in force"}},
+		"host IPv6 route": {func() {
+			must(netlink.RouteDel(&netlink.Route{LinkIndex: ep.HostIfindex, Scope: netlink.SCOPE_LINK, Dst: &net.IPNet{IP: net.ParseIP("fd00:10:244:50::65"), Mask: net.CIDRMask(128, 128)}}))
+		}, []string{"no route to fd00:10:244:50::65"}},
+		"host MTU": {func() { must(netlink.LinkSetMTU(host(), 1400)) }, []string{ep.HostIfName, "MTU 1400, not 1450"}},
+		"host MAC": {func() {
+			must(netlink.LinkSetHardwareAddr(host(), net.HardwareAddr{2, 0, 0, 0, 0, 9}))
+		}, []string{ep.HostIfName, "MAC 02:00:00:00:00:09"}},
+		"host interface renamed": {func() {
+			must(netlink.LinkSetDown(host()))
+			must(netlink.LinkSetName(host(), "stranger"))
+		}, []string{"is missing"}},
+		"host IPv4 setting": {func() {
+			must(os.WriteFile("/proc/sys/net/ipv4/conf/"+ep.HostIfName+"/forwarding", []byte("0"), 0o644))
+		}, []string{".forwarding is 0, not 1"}},
+		"host IPv6 setting": {func() {
+			must(os.WriteFile("/proc/sys/net/ipv6/conf/"+ep.HostIfName+"/accept_ra", []byte("2"), 0o644))
+		}, []string{".accept_ra is 2, not 0"}},
+		"pod's loopback": {func() {
+			inPod(func(netlink.Link) error {
+				lo, err := netlink.LinkByName("lo")
+				must(err)
+				return netlink.LinkSetDown(lo)
+			})
+		}, []string{"lo in the pod is down"}},
+		"pod interface down": {func() { inPod(netlink.LinkSetDown) }, []string{"eth0 in the pod is down"}},
+		"IPv6 in the pod": {func() {
+			inPod(func(netlink.Link) error {
+				return os.WriteFile("/proc/sys/net/ipv6/conf/eth0/disable_ipv6", []byte("1"), 0o644)
+			})
+		}, []string{"address fd00:10:244:50::65/128 is missing", "::/0 via fe80::1"}},
 		"pod interface": {func() { inPod(netlink.LinkDel) }, []string{"eth0 is missing in the pod"}},
 		"pod interface replaced": {func() {
 			inPod(func(l netlink.Link) error {
@@ -130,9 +161,27 @@ func TestCheckNamesEveryDifference(t *testing.T) {
 				}
 				return nil
 			})
+			b.expectNothing()
+			if l, err := netlink.LinkByName("stranger"); err == nil {
+				t.Errorf("%s is left", l.Attrs().Name)
+			}
 		})
 	}
 	b.add(req)
+	// A plugin behind this one may make the MTU smaller, and says so.
+	inPod(func(l netlink.Link) error { return netlink.LinkSetMTU(l, 1300) })
+	tuned := req
+	for told, ok := range map[int]bool{1300: true, 1450: false, 1400: false, 0: false, endpoint.MTUNotTold: true} {
+		tuned.MTU = told
+		if err := b.Check(t.Context(), tuned); (err == nil) != ok {
+			t.Errorf("told of MTU %d: %v", told, err)
+		}
+	}
+	inPod(func(l netlink.Link) error { return netlink.LinkSetMTU(l, 1500) })
+	for _, tuned.MTU = range []int{1500, endpoint.MTUNotTold} {
+		expectCode(t, b.Check(t.Context(), tuned), endpoint.CodeDiffers, "MTU 1500, not 1450")
+	}
+	inPod(func(l netlink.Link) error { return netlink.LinkSetMTU(l, mtu) })
 	wrong := req
 	wrong.Addrs = []netip.Addr{netip.MustParseAddr("10.244.80.99")}
 	expectCode(t, b.Check(t.Context(), wrong), endpoint.CodeDiffers, "10.244.80.99", "10.244.80.65")

@@ -33,13 +33,23 @@
 // being created or removed when the process died is removed by
 // [Manager.Restore], and so is one whose veth has gone, as after a reboot. A
 // file that cannot be read is reported and moved to <state>/corrupt; the
-// addresses that the host still routes to its interface are not given away.
-// Deletions that arrive while no agent runs wait in <state>/deletions.
+// addresses that the host still routes to its interface are not given away
+// until that interface is gone. Deletions that arrive while no agent can be
+// reached wait in <state>/deletions, for [Manager.Restore] or the next
+// [Manager.Repair]. What a killed process was writing is told from what one
+// that lives is writing by a lock on the file.
+//
+// # A process that ends
+//
+// [Config.Step] is told each step of an operation, those of writing a file
+// included. Tests end the process at every one of them: whatever remains is
+// taken away by the next start, by a deletion or by GC.
 //
 // # Identity
 //
 // An endpoint belongs to a container id and an interface name. Deleting
-// another container's endpoint is not possible, even of the same pod: the
+// another container's endpoint is not possible, even of the same pod, and GC
+// removes what there was when it was asked for, not what came since: the
 // newer sandbox of a pod takes the pod's host interface over, and the older
 // one's late deletion then finds nothing.
 //

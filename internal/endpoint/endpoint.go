@@ -26,6 +26,12 @@ type Prober interface {
 	Attached(ctx context.Context, ifindex int) error
 }
 
+// PolicyProber is a [Regenerator] that can tell whether what [Regenerator.Up]
+// put in force is so still. CHECK uses it when it is there.
+type PolicyProber interface {
+	InForce(ctx context.Context, ep Endpoint) error
+}
+
 // Observer is a [Regenerator] that wants to know what of an endpoint changes
 // without a say in it: its MTU.
 type Observer interface {
@@ -158,9 +164,17 @@ type Request struct {
 	Pod         string       `json:"pod,omitempty"`
 	UID         string       `json:"uid,omitempty"`
 	Addrs       []netip.Addr `json:"addrs,omitempty"` // Add: wanted. Check: what the previous result says.
+	// MTU is for Check: that of the pod's half in the previous result, which
+	// another plugin may have made smaller; [MTUNotTold] where results have none.
+	// Zero stands for what Add gave it.
+	MTU int `json:"mtu,omitempty"`
 	// PortMappings are wanted by Add and compared by Check, unless nil.
 	PortMappings []PortMapping `json:"portMappings,omitzero"`
 }
+
+// MTUNotTold is the [Request.MTU] of a result without one: those of versions before 1.0, or from older plugins.
+// A smaller one in the pod may be another plugin's then.
+const MTUNotTold = -1
 
 // Key returns what identifies the endpoint meant.
 func (r Request) Key() Key { return Key{r.ContainerID, r.IfName} }

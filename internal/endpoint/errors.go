@@ -18,6 +18,7 @@ const (
 	CodeBadNetns         Code = 8   // the pod's network namespace is gone or wrong
 	CodeTryAgain         Code = 11  // not now: the agent starts, or time ran out
 	CodeNotAvailable     Code = 50  // no ADD can work
+	CodeLimited          Code = 51  // so, and pods that are there may be cut off
 	CodeAddress          Code = 100 // a requested address cannot be given
 	CodeExhausted        Code = 101 // no address is left
 	CodeExists           Code = 102 // the interface exists already

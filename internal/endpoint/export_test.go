@@ -1,4 +1,4 @@
 package endpoint
 
 // SetStep makes m call f as each step of an operation is done.
-func (m *Manager) SetStep(f func(string)) { m.step = f }
+func (m *Manager) SetStep(f func(string)) { m.cfg.Step = f }

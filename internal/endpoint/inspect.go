@@ -36,7 +36,7 @@ func hostDifferences(h *netlink.Handle, ep Endpoint) ([]string, error) {
 	if got := link.Attrs().Index; got != ep.HostIfindex {
 		return []string{fmt.Sprintf("interface %s was re-created: its index is %d, not %d", ep.HostIfName, got, ep.HostIfindex)}, nil
 	}
-	diffs := linkDifferences(link, ep.HostIfName, ep.HostMAC, ep.MTU)
+	diffs := linkDifferences(link, ep.HostIfName, ep.HostMAC, ep.MTU, 0)
 	addrs, err := dump(func() ([]netlink.Addr, error) { return h.AddrList(link, netlink.FAMILY_ALL) })
 	if err != nil {
 		return nil, fmt.Errorf("list addresses of %s: %w", ep.HostIfName, err)
@@ -59,8 +59,9 @@ func hostDifferences(h *netlink.Handle, ep Endpoint) ([]string, error) {
 	return diffs, nil
 }
 
-// podDifferences compares the pod's half of ep with what it should be.
-func podDifferences(h *netlink.Handle, ep Endpoint) ([]string, error) {
+// podDifferences compares the pod's half of ep with what it should be; toldMTU
+// is [Request.MTU].
+func podDifferences(h *netlink.Handle, ep Endpoint, toldMTU int) ([]string, error) {
 	link, err := linkByName(h, ep.IfName)
 	if err != nil {
 		return nil, fmt.Errorf("in the pod: %w", err)
@@ -72,7 +73,14 @@ func podDifferences(h *netlink.Handle, ep Endpoint) ([]string, error) {
 		return []string{fmt.Sprintf("interface %s in the pod is not the peer of %s", ep.IfName, ep.HostIfName)}, nil
 	}
 	name := ep.IfName + " in the pod"
-	diffs := linkDifferences(link, name, ep.MAC, ep.MTU)
+	diffs := linkDifferences(link, name, ep.MAC, ep.MTU, toldMTU)
+	lo, err := linkByName(h, "lo")
+	if err != nil {
+		return nil, fmt.Errorf("in the pod: %w", err)
+	}
+	if lo == nil || lo.Attrs().Flags&net.FlagUp == 0 {
+		diffs = append(diffs, "interface lo in the pod is down")
+	}
 	addrs, err := dump(func() ([]netlink.Addr, error) { return h.AddrList(link, netlink.FAMILY_ALL) })
 	if err != nil {
 		return nil, fmt.Errorf("list addresses of %s: %w", name, err)
@@ -110,7 +118,7 @@ func podDifferences(h *netlink.Handle, ep Endpoint) ([]string, error) {
 	return diffs, nil
 }
 
-func linkDifferences(link netlink.Link, name string, mac net.HardwareAddr, mtu int) []string {
+func linkDifferences(link netlink.Link, name string, mac net.HardwareAddr, mtu, toldMTU int) []string {
 	var diffs []string
 	attrs := link.Attrs()
 	if attrs.Flags&net.FlagUp == 0 {
@@ -119,7 +127,8 @@ func linkDifferences(link netlink.Link, name string, mac net.HardwareAddr, mtu i
 	if attrs.HardwareAddr.String() != mac.String() {
 		diffs = append(diffs, fmt.Sprintf("interface %s has MAC %s, not %s", name, attrs.HardwareAddr, mac))
 	}
-	if attrs.MTU != mtu {
+	smaller := attrs.MTU < mtu && (attrs.MTU == toldMTU || toldMTU == MTUNotTold)
+	if attrs.MTU != mtu && !smaller {
 		diffs = append(diffs, fmt.Sprintf("interface %s has MTU %d, not %d", name, attrs.MTU, mtu))
 	}
 	return diffs

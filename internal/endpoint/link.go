@@ -1,6 +1,7 @@
 package endpoint
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -105,12 +106,8 @@ func podSysctls() []sysctl {
 // the calling thread is in, and returns what it changed. A kernel without
 // IPv6 has no IPv6 settings.
 func (m *Manager) setSysctls(iface string, want []sysctl) (changed []string, err error) {
-	root := m.cfg.Sysctls
-	if root == "" {
-		root = "/proc/sys"
-	}
 	for _, s := range want {
-		path := filepath.Join(root, "net", s.family, "conf", iface, s.name)
+		path := m.sysctlPath(iface, s)
 		old, err := os.ReadFile(path)
 		if errors.Is(err, fs.ErrNotExist) && s.family == "ipv6" && !haveIPv6() {
 			continue
@@ -128,6 +125,29 @@ func (m *Manager) setSysctls(iface string, want []sysctl) (changed []string, err
 		changed = append(changed, fmt.Sprintf("net.%s.conf.%s.%s was %s, now %s", s.family, iface, s.name, was, s.value))
 	}
 	return changed, nil
+}
+
+// sysctlDifferences tells which settings of an interface are not as they should
+// be.
+func (m *Manager) sysctlDifferences(iface string, want []sysctl) ([]string, error) {
+	var diffs []string
+	for _, s := range want {
+		data, err := os.ReadFile(m.sysctlPath(iface, s))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // so is the interface, or IPv6, which others tell of
+		}
+		if err != nil {
+			return nil, fmt.Errorf("sysctl: %w", err)
+		}
+		if is := strings.TrimSpace(string(data)); is != s.value {
+			diffs = append(diffs, fmt.Sprintf("net.%s.conf.%s.%s is %s, not %s", s.family, iface, s.name, is, s.value))
+		}
+	}
+	return diffs, nil
+}
+
+func (m *Manager) sysctlPath(iface string, s sysctl) string {
+	return filepath.Join(cmp.Or(m.cfg.Sysctls, "/proc/sys"), "net", s.family, "conf", iface, s.name)
 }
 
 func haveIPv6() bool {

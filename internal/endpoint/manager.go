@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -20,7 +21,8 @@ import (
 // when the caller has given up.
 const undoTimeout = 30 * time.Second
 
-// Config is what a [Manager] works with; every field but Log is required.
+// Config is what a [Manager] works with; every field that is not said to be
+// optional is required, Log, MTU6, Sysctls and Step are not.
 type Config struct {
 	StateDir    string          // files of the endpoints live under it
 	IPAM        *ipam.Allocator // the agent sets its CIDRs and node addresses
@@ -30,6 +32,7 @@ type Config struct {
 	MTU6        func() int // of their IPv6 routes; nil = that of the interface
 	Sysctls     string     // where /proc/sys can be written; empty = there
 	Log         *slog.Logger
+	Step        func(step string) // tests follow, and end, an operation by it; nil = nobody does
 }
 
 // Manager makes and removes endpoints. Its methods may be called at any time
@@ -50,7 +53,6 @@ type Manager struct {
 	lastID  uint32
 	orphans map[string][]netip.Addr // host interfaces of ours whose state is lost
 
-	step func(string) // tests stop an operation here
 }
 
 // entry is one endpoint; who holds the lock of its host interface may change
@@ -59,6 +61,9 @@ type entry struct {
 	rec      record
 	attached bool // the datapath has its programs in place
 	up       bool // the regenerator has it in force
+
+	leaving int    // deletions that wait for the lock, or have it
+	giveUp  func() // ends the wait for policy that runs; nil = none does
 }
 
 // change changes e under the manager's mutex.
@@ -80,13 +85,12 @@ func New(cfg Config) (*Manager, error) {
 		restored: make(chan struct{}),
 		eps:      map[Key]*entry{},
 		orphans:  map[string][]netip.Addr{},
-		step:     func(string) {},
 	}
 	if m.log == nil {
 		m.log = slog.New(slog.NewTextHandler(io.Discard, nil))
 	}
 	var err error
-	if m.store, err = openStore(cfg.StateDir); err != nil {
+	if m.store, err = openStore(cfg.StateDir, m.step); err != nil {
 		return nil, err
 	}
 	if m.host, err = netns.Get(); err != nil {
@@ -116,17 +120,37 @@ func (m *Manager) List() []Endpoint {
 	return out
 }
 
-// Status returns an error if Add cannot work now.
+// Status returns an error if Add cannot work now. Its code says whether the
+// pods that are there may be cut off as well. While the agent starts they are
+// not: what is in force stays.
 func (m *Manager) Status() error {
 	select {
 	case <-m.restored:
 	default:
 		return errorf(CodeNotAvailable, "the agent is starting: wait until it is ready")
 	}
-	if err := m.cfg.IPAM.Ready(); err != nil {
-		return errorf(CodeNotAvailable, "%w", err)
+	err := m.cfg.IPAM.Ready()
+	if err == nil {
+		return nil
 	}
-	return nil
+	if cut := m.cutOff(); len(cut) > 0 {
+		return &Error{Code: CodeLimited, Msg: err.Error(), Details: "cut off: " + strings.Join(cut, ", "), err: err}
+	}
+	return errorf(CodeNotAvailable, "%w", err)
+}
+
+// cutOff names the endpoints that should be in force and are not.
+func (m *Manager) cutOff() []string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	var out []string
+	for _, e := range m.eps {
+		if e.rec.Phase == phaseReady && !(e.attached && e.up) {
+			out = append(out, e.rec.Endpoint.String())
+		}
+	}
+	slices.Sort(out)
+	return out
 }
 
 func (m *Manager) get(k Key) *entry {

@@ -9,8 +9,8 @@ import (
 // maxContainerID keeps names of files within what file systems take.
 const maxContainerID = 200
 
-// validate refuses keys that are no safe file names.
-func (k Key) validate() error {
+// Validate refuses keys that no endpoint can have: they are no safe file names.
+func (k Key) Validate() error {
 	if err := validContainerID(k.ContainerID); err != nil {
 		return err
 	}
@@ -46,7 +46,7 @@ func validIfName(name string) error {
 }
 
 func (r Request) validate() error {
-	if err := r.Key().validate(); err != nil {
+	if err := r.Key().Validate(); err != nil {
 		return errorf(CodeBadRequest, "%w", err)
 	}
 	if (r.Namespace == "") != (r.Pod == "") {

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"net/netip"
 	"regexp"
+	"sync"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sync/errgroup"
@@ -13,6 +15,9 @@ import (
 
 // restoreParallel bounds how many endpoints are restored at a time.
 const restoreParallel = 8
+
+// repairParallel bounds how many wait for their policy at a time.
+const repairParallel = 64
 
 // load takes the records on disk over.
 func (m *Manager) load() {
@@ -93,7 +98,9 @@ func (m *Manager) removeOrphan(ctx context.Context, name string) error {
 	}
 	if link != nil {
 		m.log.Warn("interface without state is removed", "interface", name)
-		if err := m.removeLink(ctx, name, 0); err != nil {
+		t := m.begin("remove", name)
+		defer t.end()
+		if err := m.removeLink(ctx, t, name, 0, nil); err != nil {
 			return err
 		}
 	}
@@ -102,6 +109,32 @@ func (m *Manager) removeOrphan(ctx context.Context, name string) error {
 	m.cfg.IPAM.Release(orphanOwner(name), m.orphans[name]...)
 	delete(m.orphans, name)
 	return nil
+}
+
+// forgetOrphans gives back the addresses of interfaces without a record that
+// have gone with their pods.
+func (m *Manager) forgetOrphans() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if len(m.orphans) == 0 {
+		return nil
+	}
+	h, err := newHandle()
+	if err != nil {
+		return err
+	}
+	defer h.Close()
+	var errs []error
+	for name, addrs := range m.orphans {
+		link, err := linkByName(h, name)
+		if err != nil {
+			errs = append(errs, err)
+		} else if link == nil {
+			m.cfg.IPAM.Release(orphanOwner(name), addrs...)
+			delete(m.orphans, name)
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // Restore brings back what the files describe; it calls the datapath and the
@@ -135,13 +168,19 @@ func (m *Manager) Restore(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// replay carries queued deletions out.
+// replay carries queued deletions out. An addition drops the note that is from
+// before it, so one that has gone meanwhile does not count.
 func (m *Manager) replay(ctx context.Context) []error {
 	keys, errs := m.store.queued()
 	for _, k := range keys {
-		err := m.Del(ctx, Request{ContainerID: k.ContainerID, IfName: k.IfName})
+		var err error
+		if e := m.get(k); e != nil {
+			err = m.delEntry(ctx, e, func() bool { return m.store.isQueued(k) })
+		} else {
+			err = m.Del(ctx, Request{ContainerID: k.ContainerID, IfName: k.IfName})
+		}
 		if err == nil {
-			err = removeFile(m.store.deletions, fileName(k))
+			err = m.store.unqueue(k)
 		}
 		if err != nil {
 			errs = append(errs, fmt.Errorf("queued deletion of %s: %w", k, err))
@@ -162,7 +201,9 @@ func (m *Manager) restoreOne(ctx context.Context, e *entry) error {
 	}
 	if p := m.phaseOf(e); p != phaseReady {
 		m.log.Warn("endpoint is removed: the process ended in the middle", "endpoint", ep.String(), "phase", string(p))
-		return m.delLocked(ctx, e)
+		t := m.begin("finish", ep.Key().String())
+		defer t.end()
+		return m.delLocked(ctx, t, e)
 	}
 	h, err := newHandle()
 	if err != nil {
@@ -175,14 +216,17 @@ func (m *Manager) restoreOne(ctx context.Context, e *entry) error {
 	}
 	if link == nil || link.Attrs().Index != ep.HostIfindex {
 		m.log.Warn("endpoint is removed: its interface is gone", "endpoint", ep.String(), "interface", ep.HostIfName)
-		return m.delLocked(ctx, e)
+		t := m.begin("restore", ep.Key().String())
+		defer t.end()
+		return m.delLocked(ctx, t, e)
 	}
 	_, err = m.mend(ctx, h, e, true)
 	return err
 }
 
 // Repair re-asserts sysctls, routes, neighbours and programs of all endpoints
-// and returns what it mended.
+// and returns what it mended. It also carries out deletions that were queued
+// while nobody could reach this process.
 func (m *Manager) Repair(ctx context.Context) ([]string, error) {
 	h, err := newHandle()
 	if err != nil {
@@ -190,17 +234,55 @@ func (m *Manager) Repair(ctx context.Context) ([]string, error) {
 	}
 	defer h.Close()
 	var mended []string
-	var errs []error
+	errs := m.replay(ctx)
+	errs = append(errs, m.forgetOrphans())
+	var waiting []*entry
 	for _, ep := range m.List() {
 		e := m.get(ep.Key())
 		if e == nil {
+			continue
+		}
+		if !m.copyOf(e).up {
+			waiting = append(waiting, e)
 			continue
 		}
 		done, err := m.repairOne(ctx, h, e, ep)
 		mended = append(mended, done...)
 		errs = append(errs, err)
 	}
-	return mended, errors.Join(errs...)
+	done, waitErrs := m.repairWaiting(ctx, waiting)
+	return append(mended, done...), errors.Join(append(errs, waitErrs...)...)
+}
+
+// upAgain is how long a repair waits for policy. A deletion of that endpoint
+// ends the wait.
+const upAgain = time.Second
+
+// repairWaiting repairs endpoints whose policy is not in force, as when their
+// Pod objects are gone. All at a time: each of them may wait in vain.
+func (m *Manager) repairWaiting(ctx context.Context, list []*entry) (mended []string, errs []error) {
+	var mu sync.Mutex
+	var group errgroup.Group
+	group.SetLimit(repairParallel)
+	for _, e := range list {
+		group.Go(func() error {
+			h, err := newHandle()
+			var done []string
+			if err == nil {
+				defer h.Close()
+				ctx, cancel := context.WithTimeout(ctx, upAgain)
+				defer cancel()
+				done, err = m.repairOne(ctx, h, e, m.endpointOf(e))
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			mended = append(mended, done...)
+			errs = append(errs, err)
+			return nil
+		})
+	}
+	_ = group.Wait()
+	return mended, errs
 }
 
 func (m *Manager) repairOne(ctx context.Context, h *netlink.Handle, e *entry, ep Endpoint) ([]string, error) {
@@ -244,7 +326,11 @@ func (m *Manager) mend(ctx context.Context, h *netlink.Handle, e *entry, restart
 		}
 	}
 	if restart || !m.copyOf(e).up {
-		if err := m.cfg.Regenerator.Up(ctx, ep); err != nil {
+		err := m.awaitPolicy(ctx, e, ep)
+		if errors.Is(err, errLeaving) {
+			return mended, nil
+		}
+		if err != nil {
 			return mended, fmt.Errorf("policy of %s is not in force: %w", ep, err)
 		}
 		m.change(func() { e.up = true })

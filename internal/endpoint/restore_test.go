@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -42,9 +43,36 @@ func (b *bench) crash(at string, f func() error) (reached bool) {
 
 var errCrash = errors.New("crash")
 
+// steps are those of an operation, in order. What the writing of a file has for
+// steps is left out: there a process has to die (see cmd/cni).
+func (b *bench) steps(f func() error) []string {
+	b.t.Helper()
+	var out []string
+	b.SetStep(func(step string) {
+		if !strings.HasPrefix(step, "file ") {
+			out = append(out, step)
+		}
+	})
+	defer b.SetStep(nil)
+	if err := f(); err != nil {
+		b.t.Fatal(err)
+	}
+	if len(out) < 5 || len(slices.Compact(slices.Sorted(slices.Values(out)))) != len(out) {
+		b.t.Fatalf("steps %q: too few, or not of different names", out)
+	}
+	return out
+}
+
 func TestCrashAnywhereInAddIsUndoneByRestart(t *testing.T) {
 	b := newBench(t)
-	for _, step := range []string{"reserved", "saved", "created", "attached", "up", "configured"} {
+	first, _ := b.request("first")
+	steps := b.steps(func() error { _, err := b.Add(t.Context(), first); return err })
+	b.del(first)
+	last := len(steps) - 1
+	if steps[last] != "ready" {
+		t.Fatalf("steps %q", steps)
+	}
+	for _, step := range steps[:last] {
 		t.Run(step, func(t *testing.T) {
 			req, _ := b.request("web", "10.244.80.65", "fd00:10:244:50::65")
 			if !b.crash(step, func() error { _, err := b.Add(context.Background(), req); return err }) {
@@ -79,7 +107,9 @@ func TestCrashAnywhereInAddIsUndoneByRestart(t *testing.T) {
 
 func TestCrashAnywhereInDelIsFinishedByRestart(t *testing.T) {
 	b := newBench(t)
-	for _, step := range []string{"marked", "detached", "unlinked", "down", "removed"} {
+	first, _ := b.request("first")
+	b.add(first)
+	for _, step := range b.steps(func() error { return b.Del(t.Context(), first) }) {
 		t.Run(step, func(t *testing.T) {
 			req, _ := b.request("web")
 			b.add(req)
@@ -88,6 +118,9 @@ func TestCrashAnywhereInDelIsFinishedByRestart(t *testing.T) {
 			}
 			if err := b.restart(); err != nil {
 				t.Error(err)
+			}
+			if step == "locked" { // nothing is on disk yet: the runtime asks again
+				b.del(req)
 			}
 			b.expectNothing()
 			b.del(req)
@@ -288,11 +321,11 @@ func TestQueuedDeletionsAreReplayed(t *testing.T) {
 	kept, _ := b.request("kept")
 	b.add(kept)
 	for _, k := range []endpoint.Key{req.Key(), {ContainerID: "never-added", IfName: "eth0"}} {
-		if err := endpoint.QueueDeletion(b.state, k); err != nil {
+		if err := endpoint.QueueDeletion(b.state, k, nil); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := endpoint.QueueDeletion(b.state, endpoint.Key{ContainerID: "../../x", IfName: "eth0"}); err == nil {
+	if err := endpoint.QueueDeletion(b.state, endpoint.Key{ContainerID: "../../x", IfName: "eth0"}, nil); err == nil {
 		t.Error("a key that leads out of the folder was queued")
 	}
 	if err := os.WriteFile(filepath.Join(b.state, "deletions", "x.json"), []byte("{"), 0o600); err != nil {
@@ -309,6 +342,236 @@ func TestQueuedDeletionsAreReplayed(t *testing.T) {
 	}
 	b.del(kept)
 	b.expectNothing()
+}
+
+// Whoever queues a deletion while the agent runs, as it could not be reached,
+// need not wait for its next start.
+func TestQueuedDeletionsAreRepaired(t *testing.T) {
+	b := newBench(t)
+	req, _ := b.request("web")
+	b.add(req)
+	for _, k := range []endpoint.Key{req.Key(), {ContainerID: "never-added", IfName: "eth0"}} {
+		if err := endpoint.QueueDeletion(b.state, k, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := b.Repair(t.Context()); err != nil {
+		t.Error(err)
+	}
+	b.expectNothing()
+	// A note from before ADD is none about what was added.
+	if err := endpoint.QueueDeletion(b.state, req.Key(), nil); err != nil {
+		t.Fatal(err)
+	}
+	b.add(req)
+	if _, err := b.Repair(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if err := b.Check(t.Context(), req); err != nil {
+		t.Error(err)
+	}
+	// Nor is one that such an ADD dropped after it was read.
+	if err := endpoint.QueueDeletion(b.state, req.Key(), nil); err != nil {
+		t.Fatal(err)
+	}
+	b.SetStep(func(step string) {
+		if step == "locked" {
+			if err := endpoint.UnqueueDeletion(b.state, req.Key(), nil); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	if _, err := b.Repair(t.Context()); err != nil {
+		t.Error(err)
+	}
+	b.SetStep(nil)
+	if err := b.Check(t.Context(), req); err != nil {
+		t.Error(err)
+	}
+	b.del(req)
+	b.expectNothing()
+}
+
+// What a killed plugin left of a note goes; what one that lives is writing
+// stays.
+func TestRemainsOfANote(t *testing.T) {
+	b := newBench(t)
+	name := filepath.Join(b.state, "deletions", ".tmp-1")
+	f, err := os.Create(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := b.Repair(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if _, err := os.Stat(name); err != nil {
+		t.Errorf("the file of one who lives: %v", err)
+	}
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := b.Repair(t.Context()); err != nil {
+		t.Error(err)
+	}
+	b.expectNothing()
+}
+
+// GC is about what there is when it is asked for: neither an addition under
+// way, nor what a runtime makes anew meanwhile.
+func TestGCLeavesWhatComesMeanwhile(t *testing.T) {
+	b := newBench(t)
+	var reqs [2]endpoint.Request
+	for i := range reqs {
+		reqs[i], _ = b.request(fmt.Sprintf("pod-%d", i))
+		b.add(reqs[i])
+	}
+	again := -1
+	b.fakes.Hook = func(_ context.Context, call string, ep endpoint.Endpoint) error {
+		if call != "down" || again >= 0 {
+			return nil
+		}
+		again = 0
+		if ep.Pod == "pod-0" {
+			again = 1
+		}
+		b.del(reqs[again])
+		b.add(reqs[again])
+		return nil
+	}
+	if err := b.GC(t.Context(), "", nil); err != nil {
+		t.Fatal(err)
+	}
+	b.fakes.Hook = nil
+	if got := b.List(); len(got) != 1 || got[0].Key() != reqs[again].Key() {
+		t.Errorf("endpoints: %v, want that of %v", got, reqs[again].Key())
+	}
+	b.del(reqs[again])
+	b.expectNothing()
+
+	b.fakes.Hook = func(ctx context.Context, call string, _ endpoint.Endpoint) error {
+		if call == "attach" || call == "up" {
+			return b.GC(ctx, "", nil)
+		}
+		return nil
+	}
+	b.add(reqs[0])
+	b.fakes.Hook = nil
+	if err := b.Check(t.Context(), reqs[0]); err != nil {
+		t.Error(err)
+	}
+	b.del(reqs[0])
+	b.expectNothing()
+}
+
+// An interface whose state is lost keeps its addresses until it is gone: then
+// GC gives them back.
+func TestGCForgetsInterfacesWithoutState(t *testing.T) {
+	b := newBench(t)
+	req, _ := b.request("lost")
+	ep := b.add(req)
+	if err := os.Remove(filepath.Join(b.state, "endpoints", "c-lost:eth0.json")); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.restart(); err == nil || !strings.Contains(err.Error(), ep.HostIfName) {
+		t.Errorf("Restore reports %v", err)
+	}
+	if err := b.GC(t.Context(), "", nil); err != nil {
+		t.Fatal(err)
+	}
+	if _, held := b.ipam.Owner(ep.Addrs[0]); !held {
+		t.Errorf("%s would be given away while the host routes it to %s", ep.Addrs[0], ep.HostIfName)
+	}
+	b.deleteLinks()
+	if err := b.GC(t.Context(), "", nil); err != nil {
+		t.Fatal(err)
+	}
+	if owner, held := b.ipam.Owner(ep.Addrs[0]); held {
+		t.Errorf("%s is held by %s still", ep.Addrs[0], owner)
+	}
+}
+
+// A pod whose Pod object has gone has no policy to wait for. Its DEL does not
+// wait for that, whatever a repair does meanwhile.
+func TestDelDoesNotWaitForPolicy(t *testing.T) {
+	b := newBench(t)
+	req, _ := b.request("web")
+	b.add(req)
+	never := errors.New("the Pod object is gone")
+	waits := make(chan struct{}, 8)
+	b.fakes.Hook = func(ctx context.Context, call string, _ endpoint.Endpoint) error {
+		if call != "up" {
+			return nil
+		}
+		select {
+		case waits <- struct{}{}:
+		default:
+		}
+		<-ctx.Done()
+		return never
+	}
+	if err := b.Close(); err != nil {
+		t.Fatal(err)
+	}
+	b.open()
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- b.Restore(ctx) }()
+	<-waits
+	other, _ := b.request("other")
+	b.del(other) // nothing to do with it
+	cancel()
+	if err := <-done; !errors.Is(err, never) {
+		t.Errorf("Restore reports %v", err)
+	}
+	expectCode(t, statusOf(b, nil), endpoint.CodeLimited, "default/web")
+	go func() { _, err := b.Repair(context.Background()); done <- err }()
+	<-waits
+	b.del(req) // with no time limit at all
+	<-done
+	b.fakes.Hook = nil
+	b.expectNothing()
+
+	// Nor for one that starts, which may wait for long.
+	b.add(req)
+	b.fakes.Hook = func(ctx context.Context, call string, _ endpoint.Endpoint) error {
+		if call == "up" {
+			close(waits)
+			<-ctx.Done()
+			return context.Cause(ctx)
+		}
+		return nil
+	}
+	waits = make(chan struct{})
+	if err := b.Close(); err != nil {
+		t.Fatal(err)
+	}
+	b.open()
+	go func() { done <- b.Restore(context.Background()) }()
+	<-waits
+	b.del(req)
+	if err := <-done; err != nil {
+		t.Errorf("Restore reports %v", err)
+	}
+	b.fakes.Hook = nil
+	b.expectNothing()
+}
+
+// statusOf is what b says with these ranges.
+func statusOf(b *bench, cidrs []netip.Prefix) error {
+	b.t.Helper()
+	before := b.ipam.CIDRs()
+	if err := b.ipam.SetCIDRs(cidrs); err != nil {
+		b.t.Fatal(err)
+	}
+	err := b.Status()
+	if err := b.ipam.SetCIDRs(before); err != nil {
+		b.t.Fatal(err)
+	}
+	return err
 }
 
 func TestGC(t *testing.T) {
@@ -334,8 +597,10 @@ func TestGC(t *testing.T) {
 	b.expectNothing()
 }
 
-func TestFullDisk(t *testing.T) {
-	b := newBench(t)
+// fullDisk gives b a state folder of 64 KiB, and functions that fill and empty
+// it.
+func fullDisk(t *testing.T, b *bench) (fill, empty func()) {
+	t.Helper()
 	small := t.TempDir()
 	if err := unix.Mount("tmpfs", small, "tmpfs", 0, "size=64k"); err != nil {
 		t.Fatal(err)
@@ -345,12 +610,26 @@ func TestFullDisk(t *testing.T) {
 	if err := b.restart(); err != nil {
 		t.Fatal(err)
 	}
+	file := filepath.Join(small, "fill")
+	return func() {
+			t.Helper()
+			if err := os.WriteFile(file, make([]byte, 1<<20), 0o600); !errors.Is(err, unix.ENOSPC) {
+				t.Fatalf("filling the disk: %v", err)
+			}
+		}, func() {
+			t.Helper()
+			if err := os.Remove(file); err != nil {
+				t.Fatal(err)
+			}
+		}
+}
+
+func TestFullDisk(t *testing.T) {
+	b := newBench(t)
+	fill, empty := fullDisk(t, b)
 	before, _ := b.request("before")
 	b.add(before)
-	fill := filepath.Join(small, "fill")
-	if err := os.WriteFile(fill, make([]byte, 1<<20), 0o600); !errors.Is(err, unix.ENOSPC) {
-		t.Fatalf("filling the disk: %v", err)
-	}
+	fill()
 	req, _ := b.request("late")
 	_, err := b.Add(t.Context(), req)
 	expectCode(t, err, endpoint.CodeIO, "no space left", "default/late")
@@ -360,12 +639,68 @@ func TestFullDisk(t *testing.T) {
 	if err := b.Check(t.Context(), before); err != nil {
 		t.Error(err)
 	}
+	if err := b.restart(); err != nil {
+		t.Errorf("a restart: %v", err)
+	}
+	if err := endpoint.QueueDeletion(b.state, req.Key(), nil); !errors.Is(err, unix.ENOSPC) {
+		t.Errorf("a note: %v", err)
+	}
+	if got := b.files(); !slices.Equal(got, []string{"endpoints/c-before:eth0.json"}) {
+		t.Errorf("files: %v", got)
+	}
 	b.del(before) // works without space
 	b.expectNothing()
-	if err := os.Remove(fill); err != nil {
-		t.Fatal(err)
-	}
+	empty()
 	b.add(req)
 	b.del(req)
 	b.expectNothing()
+}
+
+// The disk fills up at every step of ADD, and of DEL.
+func TestDiskFillsUp(t *testing.T) {
+	b := newBench(t)
+	fill, empty := fullDisk(t, b)
+	req, _ := b.request("web")
+	add := func() error { _, err := b.Add(t.Context(), req); return err }
+	adds := b.steps(add)
+	dels := b.steps(func() error { return b.Del(t.Context(), req) })
+	at := func(step string, f func() error) error {
+		b.SetStep(func(s string) {
+			if s == step {
+				fill()
+			}
+		})
+		defer b.SetStep(nil)
+		return f()
+	}
+	refused := 0
+	for _, step := range adds {
+		err := at(step, add)
+		if err != nil {
+			refused++
+			expectCode(t, err, endpoint.CodeIO, "no space left", "default/web")
+			b.expectNothing()
+		} else {
+			if err := b.Check(t.Context(), req); err != nil {
+				t.Errorf("%s: %v", step, err)
+			}
+			b.del(req)
+		}
+		empty()
+		if err := b.restart(); err != nil {
+			t.Error(err)
+		}
+		b.expectNothing()
+	}
+	if refused < len(adds)-2 { // all but the last, when the file is there
+		t.Errorf("%d of %q were refused", refused, adds)
+	}
+	for _, step := range dels {
+		b.add(req)
+		if err := at(step, func() error { return b.Del(t.Context(), req) }); err != nil {
+			t.Errorf("DEL, full from %q on: %v", step, err)
+		}
+		b.expectNothing()
+		empty()
+	}
 }

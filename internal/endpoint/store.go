@@ -8,6 +8,8 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+
+	"golang.org/x/sys/unix"
 )
 
 // phase says how far an endpoint's life has come.
@@ -32,10 +34,15 @@ type record struct {
 // store keeps records and queued deletions on disk.
 type store struct {
 	endpoints, deletions, corrupt string
+	step                          func(string) // never nil
 }
 
-func openStore(stateDir string) (*store, error) {
+func openStore(stateDir string, step func(string)) (*store, error) {
+	if step == nil {
+		step = func(string) {}
+	}
 	s := &store{
+		step:      step,
 		endpoints: filepath.Join(stateDir, "endpoints"),
 		deletions: filepath.Join(stateDir, "deletions"),
 		corrupt:   filepath.Join(stateDir, "corrupt"),
@@ -53,13 +60,21 @@ func fileName(k Key) string { return k.String() + ".json" }
 
 func (s *store) put(r record) error {
 	r.Version = recordVersion
-	if err := writeFile(s.endpoints, fileName(r.Endpoint.Key()), r); err != nil {
+	if err := s.write(s.endpoints, fileName(r.Endpoint.Key()), r, r.Phase == phaseReady); err != nil {
 		return fmt.Errorf("state of %s: %w", r.Endpoint, err)
 	}
 	return nil
 }
 
-func (s *store) remove(k Key) error { return removeFile(s.endpoints, fileName(k)) }
+func (s *store) remove(k Key) error { return s.removeFile(s.endpoints, fileName(k)) }
+
+func (s *store) unqueue(k Key) error { return s.removeFile(s.deletions, fileName(k)) }
+
+// isQueued tells whether the deletion of k waits.
+func (s *store) isQueued(k Key) bool {
+	_, err := os.Lstat(filepath.Join(s.deletions, fileName(k)))
+	return err == nil
+}
 
 // load returns the records that can be read; the others are moved to the
 // corrupt folder and reported.
@@ -84,7 +99,7 @@ func (r record) validate(name string) error {
 	if r.Version != recordVersion {
 		return fmt.Errorf("layout version %d is unknown; this program writes %d", r.Version, recordVersion)
 	}
-	if err := ep.Key().validate(); err != nil {
+	if err := ep.Key().Validate(); err != nil {
 		return err
 	}
 	if want := fileName(ep.Key()); want != name {
@@ -124,7 +139,7 @@ func (s *store) queued() ([]Key, []error) {
 		if err := json.Unmarshal(data, &k); err != nil {
 			return err
 		}
-		if err := k.validate(); err != nil {
+		if err := k.Validate(); err != nil {
 			return err
 		}
 		if want := fileName(k); want != name {
@@ -147,10 +162,7 @@ func (s *store) each(dir string, f func(name string, data []byte) error) []error
 	for _, e := range entries {
 		path := filepath.Join(dir, e.Name())
 		if strings.HasPrefix(e.Name(), tempPrefix) {
-			// A young one may belong to a plugin that queues a deletion now.
-			if dir == s.endpoints {
-				errs = appendErr(errs, os.Remove(path))
-			}
+			errs = appendErr(errs, removeUnheld(path))
 			continue
 		}
 		data, err := os.ReadFile(path)
@@ -178,60 +190,120 @@ func appendErr(errs []error, err error) []error {
 
 // QueueDeletion leaves a note under stateDir that the endpoint k has to be
 // removed, for [Manager.Restore] to find. It is what the plugin does while no
-// agent answers.
-func QueueDeletion(stateDir string, k Key) error {
-	if err := k.validate(); err != nil {
+// agent answers. step, if not nil, is told how far it is.
+func QueueDeletion(stateDir string, k Key, step func(string)) error {
+	if err := k.Validate(); err != nil {
 		return err
 	}
-	s, err := openStore(stateDir)
+	s, err := openStore(stateDir, step)
 	if err != nil {
 		return err
 	}
-	return writeFile(s.deletions, fileName(k), k)
+	return s.write(s.deletions, fileName(k), k, true)
 }
 
 // UnqueueDeletion takes the note back; none is no error.
-func UnqueueDeletion(stateDir string, k Key) error {
-	return removeFile(filepath.Join(stateDir, "deletions"), fileName(k))
+func UnqueueDeletion(stateDir string, k Key, step func(string)) error {
+	s, err := openStore(stateDir, step)
+	if err != nil {
+		return err
+	}
+	return s.unqueue(k)
 }
 
 const tempPrefix = ".tmp-"
 
-// writeFile replaces a file with v as JSON: after a crash or with a full disk
-// it has the old content or the new one.
-func writeFile(dir, name string, v any) error {
+// write replaces a file with v as JSON: after a crash or with a full disk it
+// has the old content or the new one. What is not durable may be lost with the
+// machine's power: where the interfaces that it tells of go as well, nobody
+// need wait for the disk.
+func (s *store) write(dir, name string, v any, durable bool) error {
 	data, err := json.MarshalIndent(v, "", "  ")
 	if err != nil {
 		return err
 	}
-	f, err := os.CreateTemp(dir, tempPrefix)
+	f, err := createTemp(dir)
 	if err != nil {
 		return err
 	}
+	s.step("file made")
 	_, err = f.Write(append(data, '\n'))
-	if err == nil {
+	s.step("file written")
+	if err == nil && durable {
 		err = f.Sync()
-	}
-	if closeErr := f.Close(); err == nil {
-		err = closeErr
+		s.step("file synced")
 	}
 	if err == nil {
 		err = os.Rename(f.Name(), filepath.Join(dir, name))
 	}
 	if err != nil {
-		return errors.Join(err, os.Remove(f.Name()))
+		return errors.Join(err, os.Remove(f.Name()), f.Close())
 	}
-	return syncDir(dir)
+	s.step("file renamed")
+	err = f.Close()
+	if durable {
+		err = errors.Join(err, syncDir(dir))
+	}
+	return err
 }
 
-func removeFile(dir, name string) error {
+// createTemp makes a file that is locked as long as its maker lives, so that
+// [removeUnheld] knows what a killed one left. Whoever had the lock between
+// the two steps may have removed it.
+func createTemp(dir string) (*os.File, error) {
+	for {
+		f, err := os.CreateTemp(dir, tempPrefix)
+		if err != nil {
+			return nil, err
+		}
+		var st unix.Stat_t
+		if err = unix.Flock(int(f.Fd()), unix.LOCK_EX); err == nil {
+			err = unix.Fstat(int(f.Fd()), &st)
+		}
+		if err != nil {
+			return nil, errors.Join(fmt.Errorf("lock %s: %w", f.Name(), err), os.Remove(f.Name()), f.Close())
+		}
+		if st.Nlink > 0 {
+			return f, nil
+		}
+		_ = f.Close()
+	}
+}
+
+// removeUnheld removes a temporary file, unless its maker is at it.
+func removeUnheld(path string) error {
+	f, err := os.Open(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	if errors.Is(err, unix.EWOULDBLOCK) {
+		return nil
+	}
+	if err == nil {
+		err = os.Remove(path)
+	}
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remains of a write: %w", err)
+	}
+	return nil
+}
+
+// removeFile removes a file, if it is there. It may be there again after a loss
+// of power, when what it tells of has gone.
+func (s *store) removeFile(dir, name string) error {
 	if err := os.Remove(filepath.Join(dir, name)); err != nil {
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil
 		}
 		return err
 	}
-	return syncDir(dir)
+	s.step("file removed")
+	return nil
 }
 
 func syncDir(dir string) error {

@@ -10,6 +10,9 @@
 //   - List, watch, bookmarks at the end of initial events (WatchList) and
 //     410 Gone behave as in Kubernetes. Limits are ignored: a list is whole,
 //     unless a test wants it in two parts.
+//   - Label selectors work, and field selectors by name, namespace, clusterIP
+//     and nodeName: other clients than the agent, such as kube-proxy, watch
+//     what they would elsewhere.
 //   - Trouble is made on purpose only: lists and watches held back, watches
 //     cut, history forgotten, kinds missing, the whole server gone from an
 //     address. Requests can be awaited, so that a test never sleeps.

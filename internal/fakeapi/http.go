@@ -65,7 +65,10 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 			return
 		}
 	}
+	sel, err := selectorOf(q)
 	switch {
+	case err != nil:
+		fmtStatus(w, apierrors.NewBadRequest(err.Error()))
 	case fail == http.StatusNotFound:
 		fmtStatus(w, apierrors.NewGenericServerResponse(http.StatusNotFound, "get", schema.GroupResource{Resource: name}, "", "the server could not find the requested resource", 0, true))
 	case fail == http.StatusForbidden:
@@ -73,9 +76,9 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	case fail != 0:
 		fmtStatus(w, apierrors.NewGenericServerResponse(fail, "get", schema.GroupResource{Resource: name}, "", "told to fail", 0, true))
 	case isWatch:
-		s.watch(w, req, r, initial)
+		s.watch(w, req, r, sel, initial)
 	default:
-		s.list(w, req, r)
+		s.list(w, req, r, sel)
 	}
 }
 
@@ -106,17 +109,19 @@ func fmtStatus(w http.ResponseWriter, err *apierrors.StatusError) {
 	_ = json.NewEncoder(w).Encode(st) // the client may have gone
 }
 
-func (r *resource) snapshot() []*served {
+func (r *resource) snapshot(sel selector) []*served {
 	out := make([]*served, 0, len(r.objects))
 	for _, key := range slices.Sorted(maps.Keys(r.objects)) {
-		out = append(out, r.objects[key])
+		if o := r.objects[key]; sel.matches(o.obj) {
+			out = append(out, o)
+		}
 	}
 	return out
 }
 
 // list answers with all objects, or with a first page if the rest is held.
 // Nothing may change between two pages.
-func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource) {
+func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource, sel selector) {
 	first := 0
 	if from := req.URL.Query().Get("continue"); from != "" {
 		if !s.wait(req, func() bool { return r.part > 0 }) {
@@ -131,7 +136,7 @@ func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource) {
 	s.mu.Lock()
 	f := formatOf(req, s.protobuf && !r.custom)
 	meta := metav1.ListMeta{ResourceVersion: strconv.FormatUint(s.version, 10)}
-	objs := r.snapshot()[first:]
+	objs := r.snapshot(sel)[first:]
 	part := first == 0 && r.part > 0 && r.part < len(objs)
 	if part {
 		objs = objs[:r.part]
@@ -154,7 +159,7 @@ func (s *Server) list(w http.ResponseWriter, req *http.Request, r *resource) {
 	})
 }
 
-func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, initial bool) {
+func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, sel selector, initial bool) {
 	q := req.URL.Query()
 	rv := q.Get("resourceVersion")
 
@@ -168,11 +173,11 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 	from := s.version
 	var first []event
 	if initial || rv == "" || rv == "0" {
-		for _, o := range r.snapshot() {
-			first = append(first, event{0, watch.Added, o})
+		for _, o := range r.snapshot(sel) {
+			first = append(first, event{what: watch.Added, obj: o})
 		}
 		if initial && q.Get("allowWatchBookmarks") == "true" {
-			first = append(first, event{0, watch.Bookmark, &served{obj: s.bookmark(r)}})
+			first = append(first, event{what: watch.Bookmark, obj: &served{obj: s.bookmark(r)}})
 		}
 	} else {
 		v, err := strconv.ParseUint(rv, 10, 64)
@@ -199,6 +204,9 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 	flush()
 	// What there is at once goes out together.
 	send := func(events ...event) bool {
+		if len(events) == 0 {
+			return true
+		}
 		defer flush()
 		for _, e := range events {
 			obj, err := e.obj.encoded(f)
@@ -257,7 +265,7 @@ func (s *Server) watch(w http.ResponseWriter, req *http.Request, r *resource, in
 			return
 		}
 		if len(events) > 0 {
-			if !send(events...) {
+			if !send(sel.events(events)...) {
 				return
 			}
 			from = events[len(events)-1].version

@@ -75,6 +75,7 @@ type event struct {
 	version uint64
 	what    watch.EventType
 	obj     *served
+	old     Object // before the change; nil if there was none
 }
 
 // New starts a server that ends with the test.
@@ -129,22 +130,31 @@ func (s *Server) Close() {
 // until stop: that ends its connections, too, as the end of a process would.
 func (s *Server) Serve(t testing.TB, l net.Listener) (stop func()) {
 	t.Helper()
-	h := &http.Server{Handler: s}
-	ended := make(chan error, 1)
-	go func() { ended <- h.Serve(l) }()
-	var once sync.Once
+	end := s.ServeOn(l)
 	stop = func() {
-		once.Do(func() {
-			if err := h.Close(); err != nil {
-				t.Errorf("fakeapi: stop serving on %s: %v", l.Addr(), err)
-			}
-			if err := <-ended; !errors.Is(err, http.ErrServerClosed) {
-				t.Errorf("fakeapi: serve on %s: %v", l.Addr(), err)
-			}
-		})
+		if err := end(); err != nil {
+			t.Error(err)
+		}
 	}
 	t.Cleanup(stop)
 	return stop
+}
+
+// ServeOn is Serve outside of tests. Only the first stop does anything.
+func (s *Server) ServeOn(l net.Listener) (stop func() error) {
+	h := &http.Server{Handler: s}
+	ended := make(chan error, 1)
+	go func() { ended <- h.Serve(l) }()
+	return sync.OnceValue(func() error {
+		err := h.Close()
+		if serr := <-ended; !errors.Is(serr, http.ErrServerClosed) {
+			err = errors.Join(err, serr)
+		}
+		if err != nil {
+			return fmt.Errorf("fakeapi: serve on %s: %w", l.Addr(), err)
+		}
+		return nil
+	})
 }
 
 // Config is a client configuration for the server.
@@ -221,7 +231,7 @@ func (s *Server) Put(objs ...Object) {
 			default:
 				o.SetUID(uid(s.version))
 			}
-			r.objects[keyOf(o)] = s.record(r, what, o)
+			r.objects[keyOf(o)] = s.record(r, what, o, old)
 		}
 	})
 }
@@ -236,16 +246,19 @@ func (s *Server) Delete(objs ...Object) {
 				panic(fmt.Sprintf("fakeapi: delete %s %s: no such object", r.kind, keyOf(o)))
 			}
 			s.version++
-			s.record(r, watch.Deleted, old.obj.DeepCopyObject().(Object))
+			s.record(r, watch.Deleted, old.obj.DeepCopyObject().(Object), old)
 			delete(r.objects, keyOf(o))
 		}
 	})
 }
 
-func (s *Server) record(r *resource, what watch.EventType, o Object) *served {
+func (s *Server) record(r *resource, what watch.EventType, o Object, old *served) *served {
 	o.SetResourceVersion(strconv.FormatUint(s.version, 10))
 	o.GetObjectKind().SetGroupVersionKind(r.gvk())
-	e := event{s.version, what, &served{obj: o}}
+	e := event{version: s.version, what: what, obj: &served{obj: o}}
+	if old != nil {
+		e.old = old.obj
+	}
 	r.log = append(r.log, e)
 	return e.obj
 }

@@ -22,16 +22,19 @@ type hook struct {
 
 var (
 	hookFromPod     = hook{program: "from_pod"}
+	hookJudgePod    = hook{program: "from_pod_judge"} // in place of from_pod, see FilterPod
+	hookSendPod     = hook{program: "from_pod_send"}
 	hookToPod       = hook{program: "to_pod", egress: true}
 	hookFromNetdev  = hook{program: "from_netdev"}
 	hookFromOverlay = hook{program: "from_overlay"}
 	hookToOverlay   = hook{program: "to_overlay", egress: true}
 	hookToNetdev    = hook{program: "to_netdev", egress: true}
 	hookToLo        = hook{program: "to_lo", egress: true}
+	hookFromFrag    = hook{program: "from_frag"}
 )
 
 func allHooks() []hook {
-	return []hook{hookFromPod, hookToPod, hookFromNetdev, hookToNetdev, hookFromOverlay, hookToOverlay, hookToLo}
+	return []hook{hookFromPod, hookJudgePod, hookSendPod, hookToPod, hookFromNetdev, hookToNetdev, hookFromOverlay, hookToOverlay, hookToLo, hookFromFrag}
 }
 
 func hookByName(program string) (hook, bool) {
@@ -80,9 +83,16 @@ func (a *attachment) close() error {
 	return a.link.Close()
 }
 
-// AttachPod attaches from_pod and to_pod to a pod's host-side veth.
+// AttachPod attaches from_pod, or what [Datapath.FilterPod] has put in its
+// place, and to_pod to a pod's host-side veth.
 func (d *Datapath) AttachPod(ctx context.Context, ifindex int, name string) error {
-	return d.attach(ctx, ifindex, name, hookFromPod, hookToPod)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	from := hookFromPod
+	if _, ok := d.attached[hookKey{ifindex, hookJudgePod}]; ok {
+		from = hookJudgePod
+	}
+	return d.attachAll(ctx, ifindex, name, from, hookToPod)
 }
 
 // AttachNetdev attaches from_netdev and to_netdev to a device of the node.
@@ -103,6 +113,10 @@ func (d *Datapath) AttachOverlay(ctx context.Context, ifindex int, name string) 
 func (d *Datapath) attach(ctx context.Context, ifindex int, name string, hooks ...hook) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	return d.attachAll(ctx, ifindex, name, hooks...)
+}
+
+func (d *Datapath) attachAll(ctx context.Context, ifindex int, name string, hooks ...hook) error {
 	for _, h := range hooks {
 		if err := ctx.Err(); err != nil {
 			return fmt.Errorf("attach to device %s: %w", name, err)
@@ -155,6 +169,17 @@ func (d *Datapath) attachOne(key hookKey, name string) error {
 }
 
 func (d *Datapath) attachFilter(a *attachment) error {
+	if a.key.hook == hookFromPod {
+		// Filters outlive the process unknown: what FilterPod has done stays.
+		judge := hookKey{a.key.ifindex, hookJudgePod}
+		is, err := hasFilter(judge)
+		if err != nil {
+			return err
+		}
+		if is {
+			a.key = judge
+		}
+	}
 	if err := replaceFilter(a.key, d.program(a.key.hook)); err != nil {
 		return fmt.Errorf("attach %v: %w", a, err)
 	}
@@ -266,11 +291,9 @@ func (d *Datapath) Verify(ctx context.Context) ([]string, error) {
 	for _, what := range missing {
 		repaired = append(repaired, what+" was detached, attached again")
 	}
-	missingDefrag, defragErr := d.verifyDefrag()
-	for _, what := range missingDefrag {
-		repaired = append(repaired, what+" was not pinned, attached again")
-	}
-	errs = append(errs, err, defragErr, d.pinCalls(d.objs.PwCalls), d.dropCalls())
+	made, fragErr := d.verifyReassembly()
+	repaired = append(repaired, made...)
+	errs = append(errs, err, fragErr, d.pinCalls(d.objs.PwCalls), d.dropCalls())
 	return repaired, errors.Join(errs...)
 }
 
@@ -283,8 +306,8 @@ func (d *Datapath) adoptLinks(ctx context.Context) error {
 		return fmt.Errorf("list pinned links: %w", err)
 	}
 	for _, e := range entries {
-		if isDefragPin(e.Name()) {
-			continue // this very load's
+		if isFragPin(e.Name()) {
+			continue // not ours to replace, see ensureReassembly
 		}
 		path := filepath.Join(dir, e.Name())
 		key, ok := parsePin(e.Name())
@@ -339,6 +362,10 @@ func (d *Datapath) program(h hook) *ebpf.Program {
 	switch h {
 	case hookFromPod:
 		return d.objs.FromPod
+	case hookJudgePod:
+		return d.objs.FromPodJudge
+	case hookSendPod:
+		return d.objs.FromPodSend
 	case hookToPod:
 		return d.objs.ToPod
 	case hookFromNetdev:
@@ -351,6 +378,8 @@ func (d *Datapath) program(h hook) *ebpf.Program {
 		return d.objs.ToNetdev
 	case hookToLo:
 		return d.objs.ToLo
+	case hookFromFrag:
+		return d.objs.FromFrag
 	}
 	return nil
 }

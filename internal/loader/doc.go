@@ -9,6 +9,10 @@
 // when nobody holds it, is pinned under <folder>/calls/<map id>, one a load,
 // for as long as any program may use it; under <folder>/programs, what is never
 // attached but run by the podweir command.
+// Fragments that are ahead of their datagram's first are put in order by the
+// kernel in a network namespace of the loader's own behind the device
+// podweir.frag, which the links pinned under <folder>/links/frag-* keep alive; a
+// load takes over the one that is there if it is what it should be.
 // A load replaces the programs of all links that exist in place, without a
 // moment in which a hook is empty. tcx links are used where the kernel has
 // them (6.6), a clsact qdisc with a direct-action filter elsewhere.

@@ -41,7 +41,8 @@ type Config struct {
 	FlowsMax       uint32             // entries of pw_flows, two a flow
 	FlowsNewMax    uint32             // entries of pw_flows_new
 	ForceClsact    bool               // do not use tcx even where the kernel has it
-	Defrag         bool               // the kernel reassembles what is left to it; Load finds out
+	FragIfindex    int                // of podweir.frag; 0 = nothing is reassembled; Load finds out
+	Sysctls        string             // where they are set, default /proc/sys
 	NoMasquerade4  bool               // pods' packets leave under the pods' own addresses
 	NoMasquerade6  bool               // the same of IPv6
 	Plain          bool               // some of the maps' addresses and prefixes are PeerPlain
@@ -54,15 +55,16 @@ type Datapath struct {
 	cfg Config
 	log *slog.Logger
 
-	mu       sync.Mutex
-	objs     bpf.DpObjects
-	set      maps.Set
-	attached map[hookKey]*attachment
-	clsact   bool
-	cgroup   string // whose sockets are translated, "" = none
-	sockets  map[socketHook]link.Link
-	defrag   []link.Link
-	behind   bool // some hooks have programs of before the last reload
+	mu           sync.Mutex
+	objs         bpf.DpObjects
+	set          maps.Set
+	attached     map[hookKey]*attachment
+	clsact       bool
+	cgroup       string // whose sockets are translated, "" = none
+	sockets      map[socketHook]link.Link
+	frag         fragPrograms
+	noReassembly bool // this kernel cannot
+	behind       bool // some hooks have programs of before the last reload
 }
 
 // Load loads the programs, reusing the pinned maps, and replaces the
@@ -95,7 +97,7 @@ func Load(ctx context.Context, cfg Config) (*Datapath, error) {
 		sockets: make(map[socketHook]link.Link),
 	}
 	var err error
-	if d.cfg.Defrag, err = d.attachDefrag(); err != nil {
+	if err = d.startReassembly(); err != nil {
 		return nil, err
 	}
 	spec, err := Spec(d.cfg)
@@ -116,7 +118,7 @@ func Load(ctx context.Context, cfg Config) (*Datapath, error) {
 	if err := d.pinCalls(d.objs.PwCalls); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
-	if err := errors.Join(d.pinPrograms(), d.adoptLinks(ctx)); err != nil {
+	if err := errors.Join(d.pinPrograms(), d.adoptLinks(ctx), d.attachFrag()); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
 	return d, nil
@@ -145,7 +147,7 @@ func Spec(cfg Config) (*ebpf.CollectionSpec, error) {
 	set("cfg_masquerade", true, masqueraded(cfg))
 	set("cfg_plain", cfg.Plain, uint8(1))
 	set("cfg_snat", cfg.SNAT, uint8(1))
-	set("cfg_defrag", cfg.Defrag, uint8(1))
+	set("cfg_frag_ifindex", cfg.FragIfindex != 0, uint32(cfg.FragIfindex))
 	set("cfg_dsr", cfg.DSR, uint8(1))
 	set("cfg_nodeport_min", cfg.NodePortMin != 0, cfg.NodePortMin)
 	set("cfg_nodeport_max", cfg.NodePortMin != 0, cfg.NodePortMax)
@@ -288,7 +290,7 @@ func (d *Datapath) Close() error {
 		errs = append(errs, l.Close())
 	}
 	d.sockets = make(map[socketHook]link.Link)
-	return errors.Join(append(errs, d.closeDefrag(), d.objs.Close())...)
+	return errors.Join(append(errs, d.frag.close(), d.objs.Close())...)
 }
 
 // Sweep removes those of the flows named that are idle for longer than their
@@ -354,9 +356,9 @@ func (d *Datapath) dropIncompatible(spec *ebpf.CollectionSpec) error {
 // bpffs folder: links (which detaches), filters, maps, the folder itself. A
 // folder that is not there is no error.
 func Cleanup(bpffs string) error {
-	var errs []error
+	errs := []error{removeReassembly(bpffs)}
 	if _, err := os.Stat(bpffs); errors.Is(err, os.ErrNotExist) {
-		return removeFilters()
+		return errors.Join(append(errs, removeFilters())...)
 	}
 	for _, dir := range []string{linksDir(bpffs), programsDir(bpffs), callsDir(bpffs), mapsDir(bpffs)} {
 		entries, err := os.ReadDir(dir)

@@ -5,6 +5,8 @@ import (
 	"fmt"
 
 	"github.com/cilium/ebpf"
+
+	"github.com/podweir/podweir/internal/bpf"
 )
 
 // Metrics reads pw_metrics.
@@ -34,7 +36,7 @@ func NewMetrics(m *ebpf.Map) *Metrics { return &Metrics{m: m} }
 
 // MetricsIndex is the row of a counter; see struct pw_counter.
 func MetricsIndex(r Reason, h Hook, ipv6 bool) uint32 {
-	i := (uint32(r)*8 + uint32(h)) * 2
+	i := (uint32(r)*uint32(bpf.DpPwHookPW_HOOK_MAX) + uint32(h)) * 2
 	if ipv6 {
 		i++
 	}
@@ -73,8 +75,8 @@ func (c *Metrics) Read() ([]Sample, error) {
 			continue
 		}
 		s.IPv6 = k&1 != 0
-		s.Hook = Hook(k >> 1 & 7)
-		s.Reason = Reason(k >> 4)
+		s.Hook = Hook(k / 2 % uint32(bpf.DpPwHookPW_HOOK_MAX))
+		s.Reason = Reason(k / 2 / uint32(bpf.DpPwHookPW_HOOK_MAX))
 		out = append(out, s)
 	}
 	return out, nil

@@ -89,6 +89,17 @@ func ReasonName(r Reason) string { return enumName("pw_reason", uint64(r)) }
 // IsDrop tells the reasons of drops from those of packets let through.
 func IsDrop(r Reason) bool { return strings.HasPrefix(ReasonName(r), "drop_") }
 
+// DropReasons are the names of all reasons of drops.
+func DropReasons() []string {
+	var out []string
+	for r := range Reason(bpf.DpPwReasonPW_REASON_MAX) {
+		if IsDrop(r) {
+			out = append(out, ReasonName(r))
+		}
+	}
+	return out
+}
+
 // IsEvent says that r is not how a packet ended, but what was done on the way.
 func IsEvent(r Reason) bool {
 	return r >= Reason(bpf.DpPwReasonPW_FLOW_HIT) && !IsDrop(r)

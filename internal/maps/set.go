@@ -35,8 +35,10 @@ type Set struct {
 	AffinityIn    Map[AffinityKey, Affinity] // of this node's pods and processes
 	SrcRanges     Map[SrcRangeKey, uint32]
 	DevAddrs      Map[uint32, DevAddrs]
-	SockRev       Map[uint64, SockAsked] // by socket cookie
-	Frags         Map[FragKey, Frag]     // datagrams in fragments
+	Filtered      Map[uint32, uint32]     // a pod's veth -> the device over it, and back
+	SockRev       Map[uint64, SockAsked]  // by socket cookie
+	Frags         Map[FragKey, Frag]      // datagrams in fragments
+	FragOrigins   Map[uint32, FragOrigin] // what those in the reassembly were
 	Churn         *Churn
 	Metrics       *Metrics
 	Events        *Events // of [NewSet] alone: nobody else may read them
@@ -64,8 +66,10 @@ func NewSet(o *bpf.DpMaps) Set {
 		AffinityIn:    Wrap[AffinityKey, Affinity](o.PwAffinityIn, bpf.DpMapPwAffinityIn),
 		SrcRanges:     Wrap[SrcRangeKey, uint32](o.PwSrcRanges, bpf.DpMapPwSrcRanges),
 		DevAddrs:      Wrap[uint32, DevAddrs](o.PwDevAddrs, bpf.DpMapPwDevAddrs),
+		Filtered:      Wrap[uint32, uint32](o.PwFiltered, bpf.DpMapPwFiltered),
 		SockRev:       Wrap[uint64, SockAsked](o.PwSockRev, bpf.DpMapPwSockRev),
 		Frags:         Wrap[FragKey, Frag](o.PwFrags, bpf.DpMapPwFrags),
+		FragOrigins:   Wrap[uint32, FragOrigin](o.PwFragOrigins, bpf.DpMapPwFragOrigins),
 		Churn:         NewChurn(o.PwChurn),
 		Metrics:       NewMetrics(o.PwMetrics),
 		Events:        NewEvents(o.PwEvents),
@@ -115,8 +119,10 @@ func OpenPinned(dir string, readOnly bool) (Set, error) {
 		{bpf.DpMapPwAffinityIn, &o.PwAffinityIn},
 		{bpf.DpMapPwSrcRanges, &o.PwSrcRanges},
 		{bpf.DpMapPwDevAddrs, &o.PwDevAddrs},
+		{bpf.DpMapPwFiltered, &o.PwFiltered},
 		{bpf.DpMapPwSockRev, &o.PwSockRev},
 		{bpf.DpMapPwFrags, &o.PwFrags},
+		{bpf.DpMapPwFragOrigins, &o.PwFragOrigins},
 		{bpf.DpMapPwChurn, &o.PwChurn},
 		{bpf.DpMapPwMetrics, &o.PwMetrics},
 	} {
@@ -137,11 +143,27 @@ func OpenPinned(dir string, readOnly bool) (Set, error) {
 	return NewSet(&o), nil
 }
 
+// Capacities are the entries that maps have room for, by name: of all that can
+// be full, and not of arrays of counters and the ring of events.
+func (s Set) Capacities() map[string]int {
+	out := map[string]int{}
+	for _, m := range []interface {
+		Name() string
+		MaxEntries() int
+	}{
+		s.Flows, s.FlowsNew, s.Gens, s.Services, s.Backends, s.Endpoints, s.Addrs, s.Prefixes, s.Nodes, s.NodesV6, s.NodeIDs,
+		s.Policy, s.PortClass, s.BackendStates, s.Maglev, s.Affinity, s.AffinityIn, s.SrcRanges, s.DevAddrs, s.SockRev, s.Frags,
+	} {
+		out[m.Name()] = m.MaxEntries()
+	}
+	return out
+}
+
 // Close closes the file descriptors of every map.
 func (s Set) Close() error {
 	return errors.Join(s.Flows.Close(), s.FlowsNew.Close(), s.Gens.Close(), s.Services.Close(),
 		s.Backends.Close(), s.Endpoints.Close(), s.Addrs.Close(), s.Prefixes.Close(), s.Nodes.Close(),
 		s.NodesV6.Close(), s.NodeIDs.Close(), s.Policy.Close(), s.PortClass.Close(),
 		s.BackendStates.Close(), s.Maglev.Close(), s.Affinity.Close(), s.AffinityIn.Close(), s.SrcRanges.Close(),
-		s.DevAddrs.Close(), s.SockRev.Close(), s.Frags.Close(), s.Churn.Close(), s.Metrics.Close(), s.Events.Close())
+		s.DevAddrs.Close(), s.Filtered.Close(), s.SockRev.Close(), s.Frags.Close(), s.FragOrigins.Close(), s.Churn.Close(), s.Metrics.Close(), s.Events.Close())
 }

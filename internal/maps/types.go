@@ -41,6 +41,7 @@ type (
 	SockAsked       = bpf.DpPwSockAsked
 	FragKey         = bpf.DpPwFragKey
 	Frag            = bpf.DpPwFrag
+	FragOrigin      = bpf.DpPwFragOrigin
 	Reason          = bpf.DpPwReason
 	Hook            = bpf.DpPwHook
 )

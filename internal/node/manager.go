@@ -15,6 +15,10 @@ import (
 // OverlayName is the name of the tunnel device.
 const OverlayName = "podweir.vxlan"
 
+// FragName is the name of the device behind which the kernel reassembles
+// fragments, see package loader.
+const FragName = "podweir.frag"
+
 // OverlayAddr is an address of the tunnel device, without meaning: the
 // kernel's reverse-path filter, in its loose mode too, refuses what arrives by
 // a device without an address unless the way back leads out of that very
@@ -94,7 +98,7 @@ type Device struct {
 	Uplink bool
 }
 
-// Devices lists all devices, ordered by index, pods' veths left out.
+// Devices lists all devices, ordered by index, pods' veths and what is over them left out.
 func (m *Manager) Devices() ([]Device, error) {
 	links, err := m.nl.LinkList()
 	if err != nil {
@@ -105,7 +109,7 @@ func (m *Manager) Devices() ([]Device, error) {
 	var out []*Device
 	for _, l := range links {
 		a := l.Attrs()
-		if IsHostVeth(a.Name) {
+		if IsHostVeth(a.Name) || IsCover(a.Name) {
 			continue
 		}
 		d := &Device{Index: a.Index, Name: a.Name, MTU: a.MTU, Up: a.RawFlags&unix.IFF_UP != 0}
@@ -120,7 +124,7 @@ func (m *Manager) Devices() ([]Device, error) {
 	for _, a := range addrs {
 		ip, ok := netip.AddrFromSlice(a.IP)
 		d := byIndex[a.LinkIndex]
-		if !ok || d == nil || d.Name == OverlayName {
+		if !ok || d == nil || d.Name == OverlayName || d.Name == FragName {
 			continue
 		}
 		ip = ip.Unmap()
@@ -217,7 +221,7 @@ func Outside(devices []Device, nodeAddrs []netip.Addr) []Device {
 	}
 	var out []Device
 	for _, d := range devices {
-		if d.Name == Loopback || d.Name == OverlayName || IsHostVeth(d.Name) {
+		if d.Name == Loopback || d.Name == OverlayName || d.Name == FragName || IsHostVeth(d.Name) {
 			continue
 		}
 		take := d.Default

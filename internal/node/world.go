@@ -18,7 +18,8 @@ func (m *Manager) WorldRoutes() (uint64, error) {
 	}
 	ours := make(map[int]bool)
 	for _, l := range links {
-		ours[l.Attrs().Index] = IsHostVeth(l.Attrs().Name) || l.Attrs().Name == OverlayName
+		name := l.Attrs().Name
+		ours[l.Attrs().Index] = IsHostVeth(name) || name == OverlayName || name == FragName
 	}
 	// The order of the kernel's lists says nothing: the hashes are added.
 	var sum uint64

@@ -5,10 +5,13 @@ import (
 	"testing"
 
 	"github.com/cilium/statedb"
+	"github.com/google/go-cmp/cmp"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/tools/cache"
+	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 
 	"github.com/podweir/podweir/internal/health"
 )
@@ -62,5 +65,49 @@ func TestTrimmedOnce(t *testing.T) {
 	}
 	if trims != 3 {
 		t.Errorf("%d trims after an update", trims)
+	}
+}
+
+// What nobody here reads is not kept: of every kind what its other owners have
+// in the metadata, of a pod all but where it is and which ports it names.
+func TestTrimDropsTheRest(t *testing.T) {
+	om := metav1.ObjectMeta{
+		Namespace: "default", Name: "web", UID: "u", ResourceVersion: "7", Generation: 3, GenerateName: "web-",
+		Labels: map[string]string{"app": "web"}, Annotations: map[string]string{"kubectl.kubernetes.io/last-applied-configuration": "{}"},
+		ManagedFields:   []metav1.ManagedFieldsEntry{{Manager: "kubectl"}},
+		OwnerReferences: []metav1.OwnerReference{{Name: "owner"}}, Finalizers: []string{"finalizer"},
+	}
+	want := metav1.ObjectMeta{Namespace: "default", Name: "web", UID: "u", ResourceVersion: "7", Labels: om.Labels}
+	few := want
+	few.Labels = nil // of services and slices those that they are read by
+	always := corev1.ContainerRestartPolicyAlways
+	ports := []corev1.ContainerPort{{Name: "http", ContainerPort: 8080}}
+	pod := &corev1.Pod{ObjectMeta: om, Spec: corev1.PodSpec{
+		NodeName: "a", HostNetwork: true, ServiceAccountName: "x", Volumes: []corev1.Volume{{Name: "v"}}, Tolerations: []corev1.Toleration{{Key: "k"}},
+		InitContainers: []corev1.Container{{Name: "once", Ports: ports}, {Name: "beside", Image: "i", Ports: ports, RestartPolicy: &always}},
+		Containers:     []corev1.Container{{Name: "c", Image: "i", Env: []corev1.EnvVar{{Name: "E"}}, Args: []string{"a"}, Ports: ports}, {Name: "no-ports", Image: "i"}},
+	}, Status: corev1.PodStatus{
+		Phase: corev1.PodRunning, PodIP: "10.244.80.65", PodIPs: []corev1.PodIP{{IP: "10.244.80.65"}}, HostIP: "172.31.0.2", Message: "m",
+		Conditions: []corev1.PodCondition{{Type: corev1.PodReady}}, ContainerStatuses: []corev1.ContainerStatus{{Name: "c"}},
+	}}
+	for _, c := range []struct{ got, want any }{
+		{trimPod(pod), &corev1.Pod{ObjectMeta: want, Spec: corev1.PodSpec{
+			NodeName: "a", HostNetwork: true,
+			InitContainers: []corev1.Container{{Name: "beside", Ports: ports, RestartPolicy: &always}},
+			Containers:     []corev1.Container{{Name: "c", Ports: ports}},
+		}, Status: corev1.PodStatus{Phase: corev1.PodRunning, PodIP: "10.244.80.65", PodIPs: pod.Status.PodIPs}}},
+		{trimNamespace(&corev1.Namespace{ObjectMeta: om, Status: corev1.NamespaceStatus{Phase: corev1.NamespaceActive}}), &corev1.Namespace{ObjectMeta: want}},
+		{trimNode(&corev1.Node{ObjectMeta: om, Status: corev1.NodeStatus{Images: []corev1.ContainerImage{{SizeBytes: 1}}}}), &corev1.Node{ObjectMeta: want}},
+		{trimService(&corev1.Service{ObjectMeta: om, Spec: corev1.ServiceSpec{Selector: om.Labels, ClusterIP: "10.98.0.1"}}),
+			&corev1.Service{ObjectMeta: few, Spec: corev1.ServiceSpec{ClusterIP: "10.98.0.1"}}},
+		{trimSlice(&discoveryv1.EndpointSlice{ObjectMeta: om, Endpoints: []discoveryv1.Endpoint{{Addresses: []string{"10.244.80.65"}, TargetRef: &corev1.ObjectReference{Name: "web"}}}}),
+			&discoveryv1.EndpointSlice{ObjectMeta: few, Endpoints: []discoveryv1.Endpoint{{Addresses: []string{"10.244.80.65"}}}}},
+		{trimPolicy(&networkingv1.NetworkPolicy{ObjectMeta: om}), &networkingv1.NetworkPolicy{ObjectMeta: want}},
+		{trimClusterPolicy(&v1beta1.ClusterNetworkPolicy{ObjectMeta: om}), &v1beta1.ClusterNetworkPolicy{ObjectMeta: want}},
+		{trimServiceCIDR(&networkingv1.ServiceCIDR{ObjectMeta: om}), &networkingv1.ServiceCIDR{ObjectMeta: want}},
+	} {
+		if d := cmp.Diff(c.want, c.got); d != "" {
+			t.Errorf("%T (-want +got):\n%s", c.got, d)
+		}
 	}
 }

@@ -104,7 +104,8 @@ func (c *Compiler) renew(in Input, nodes bool, touched map[netip.Addr]struct{}) 
 		}
 		return ""
 	})
-	if old == nil {
+	first := old == nil
+	if first {
 		old = &base{}
 	}
 	for a, p := range c.base.addrs {
@@ -123,13 +124,37 @@ func (c *Compiler) renew(in Input, nodes bool, touched map[netip.Addr]struct{}) 
 	if !nodes {
 		return
 	}
-	clear(c.lost)
+	// Of a node, its pods' addresses depend on what changes seldom.
+	changed := changedNodes(old.nodes, c.base.nodes)
+	if len(changed) == 0 && !first {
+		return
+	}
+	for n := range changed {
+		delete(c.lost, n)
+	}
 	for a, list := range c.claims {
-		touched[a] = struct{}{}
 		for _, p := range list {
-			c.lose(p)
+			if _, ok := changed[p.Spec.NodeName]; ok || first {
+				touched[a] = struct{}{}
+				c.lose(p)
+			}
 		}
 	}
+}
+
+// changedNodes are the names of nodes that are there, or can be reached, in one
+// of two lists alone.
+func changedNodes(old, now map[string]*NodeInfo) map[string]struct{} {
+	reached := func(n *NodeInfo) bool { return n != nil && n.Addr.IsValid() }
+	changed := make(map[string]struct{})
+	for _, list := range []map[string]*NodeInfo{old, now} {
+		for n := range list {
+			if (old[n] == nil) != (now[n] == nil) || reached(old[n]) != reached(now[n]) {
+				changed[n] = struct{}{}
+			}
+		}
+	}
+	return changed
 }
 
 // lose notes a pod whose node has no object.

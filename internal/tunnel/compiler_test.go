@@ -98,3 +98,25 @@ func TestIncremental(t *testing.T) {
 		t.Error("nothing changed a little")
 	}
 }
+
+// BenchmarkNodeEvent is a node that joins and leaves a cluster of many pods.
+func BenchmarkNodeEvent(b *testing.B) {
+	objects := []*corev1.Node{nodeA(), nodeB()}
+	c := NewCompiler()
+	var ch Changes
+	for i := range 20000 {
+		ch.Pods = append(ch.Pods, pod(fmt.Sprint("p", i), "b", fmt.Sprintf("10.128.%d.%d", i>>8, i&255)))
+	}
+	input := func(objects ...*corev1.Node) *Input {
+		in := Input{Self: "a"}
+		in.Nodes, _ = Nodes(objects)
+		return &in
+	}
+	ch.Rest = input(objects...)
+	c.Compile(ch)
+	joined := append(objects, node("c", "172.31.0.4", "10.244.10.0/24"))
+	for b.Loop() {
+		c.Compile(Changes{Rest: input(joined...)})
+		c.Compile(Changes{Rest: input(objects...)})
+	}
+}

@@ -64,11 +64,19 @@ func (n *Netns) Ping(ctx context.Context, target string, options ...string) (*pr
 }
 
 // Stream is a long-lived flow of numbered messages.
-type Stream struct{ *Process }
+type Stream struct {
+	*Process
+	run       Run
+	overflows uint64 // when it began
+}
 
 // Stream starts a long-lived flow and waits for its first answer. A flow
 // that gets none is an error that holds the client's report.
 func (n *Netns) Stream(ctx context.Context, target string, options ...string) (*Stream, error) {
+	overflows, err := n.c.overflows()
+	if err != nil {
+		return nil, err
+	}
 	p, err := n.Start(ctx, append(append([]string{"pw-client", "stream"}, options...), target)...)
 	if err != nil {
 		return nil, err
@@ -80,7 +88,7 @@ func (n *Netns) Stream(ctx context.Context, target string, options ...string) (*
 	if first.Final {
 		return nil, fmt.Errorf("stream from %s to %s: %s", n.Name, target, first.Error)
 	}
-	return &Stream{p}, nil
+	return &Stream{p, n.c.Run, overflows}, nil
 }
 
 // Report asks the running flow how it is.
@@ -107,7 +115,9 @@ func (s *Stream) Await(ctx context.Context, what string, ok func(probe.StreamRep
 	}
 }
 
-// Stop ends the flow and returns the final account.
+// Stop ends the flow and returns the final account. Lost are the messages that
+// are missing beyond what queues of the machine had no room for since the flow
+// began: those are Overflowed.
 func (s *Stream) Stop(ctx context.Context) (probe.StreamReport, error) {
 	var r probe.StreamReport
 	if err := s.Signal(syscall.SIGTERM); err != nil {
@@ -117,6 +127,14 @@ func (s *Stream) Stop(ctx context.Context) (probe.StreamReport, error) {
 		if err := s.JSON(ctx, &r); err != nil {
 			return r, err
 		}
+	}
+	if r.Lost > 0 {
+		now, err := s.run.overflows()
+		if err != nil {
+			return r, err
+		}
+		r.Overflowed = min(r.Lost, now-s.overflows)
+		r.Lost -= r.Overflowed
 	}
 	return r, nil
 }

@@ -1,12 +1,15 @@
 package cni
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net/netip"
+	"os"
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/podweir/podweir/test/cluster"
 )
@@ -19,6 +22,9 @@ func TestCNI(t *testing.T) {
 	w.run("C CHECK", (*world).check)
 	w.run("C repeated DEL", (*world).del)
 	w.run("C DEL without the agent", (*world).delWithoutAgent)
+	w.run("C DEL of a pod without an object", (*world).delWithoutObject)
+	w.run("C the socket is removed", (*world).socketRemoved)
+	w.run("C how long ADD takes", (*world).times)
 	w.run("S22 host ports", (*world).hostPorts)
 	w.run("S22 a host port and a NodePort", (*world).hostPortAndNodePort)
 	w.run("S22 a host port used again", (*world).hostPortReused)
@@ -219,6 +225,42 @@ func (w *world) delWithoutAgent() {
 	w.must(n.StartAgent(w.ctx))
 	w.baseline(n, before)
 	w.must(p.Delete(w.ctx))
+}
+
+// A pod whose object went while no agent looked has no policy to wait for. Its
+// DEL does not wait either.
+func (w *world) delWithoutObject() {
+	n := w.c.Node("node-a")
+	before := w.traces(n)
+	p, err := w.add(object("orphan", "node-a"))
+	w.must(err)
+	w.must(n.KillAgent(w.ctx))
+	w.must(w.c.Manifests.Delete(object("orphan", "node-a")))
+	w.must(n.StartAgent(w.ctx))
+	w.must(p.Delete(w.ctx))
+	w.baseline(n, before)
+}
+
+// Somebody cleans /run up: the agent listens anew, and does what it was not
+// told meanwhile.
+func (w *world) socketRemoved() {
+	n := w.c.Node("node-a")
+	before := w.traces(n)
+	p, err := w.add(object("unheard", "node-a"))
+	w.must(err)
+	w.must(os.Remove(n.Socket()))
+	w.must(p.Del(w.ctx))
+	w.must(w.c.Manifests.Delete(object("unheard", "node-a")))
+	w.baseline(n, before)
+	ctx, cancel := context.WithTimeout(w.ctx, 20*time.Second)
+	defer cancel()
+	w.must(cluster.Eventually(ctx, func() error { return w.plugin(n, "STATUS", "") }))
+	w.must(p.Delete(w.ctx))
+	p, err = w.add(object("heard", "node-a"))
+	w.must(err)
+	w.must(p.Check(w.ctx))
+	w.remove(p)
+	w.baseline(n, before)
 }
 
 // The next owner of an address is reached at once, from both nodes, over

@@ -124,6 +124,25 @@ func (a *apiWorld) become(t *testing.T, ctx context.Context, ips []string, pods 
 	}
 }
 
+// said looks for words in what the podweir command says on the first node.
+func (a *apiWorld) said(ctx context.Context, args string, words ...string) error {
+	out, err := a.a.Podweir(ctx, strings.Fields(args)...)
+	if err != nil {
+		return fmt.Errorf("podweir %s: %w", args, err)
+	}
+	for _, w := range words {
+		if !strings.Contains(out, w) {
+			return fmt.Errorf("podweir %s does not say %q:\n%s", args, w, out)
+		}
+	}
+	return nil
+}
+
+func (a *apiWorld) says(t *testing.T, ctx context.Context, args string, words ...string) {
+	t.Helper()
+	ok(t, a.said(ctx, args, words...))
+}
+
 // complains awaits that every agent reports a problem with these words.
 func (a *apiWorld) complains(t *testing.T, ctx context.Context, words ...string) {
 	t.Helper()
@@ -174,6 +193,11 @@ func TestL5APIServerAway(t *testing.T) {
 
 	stop()
 	a.complains(t, ctx, "endpointslices", "refused")
+	// Names are the agent's, which has what it read before.
+	a.says(t, ctx, "services", "default/web:", "default/moves:")
+	a.says(t, ctx, "endpoints", "default/client")
+	a.says(t, ctx, "flows -o wide --service default/web --from default/client", "default/client", "default/web:")
+	a.says(t, ctx, "status", "http://172.31.0.1:6443, synced", "cannot", "refused", "the agent goes on trying")
 	a.service("comes", comes, a.remote)
 	a.remove("gone")
 	a.endpoints("moves", a.remote)
@@ -184,6 +208,12 @@ func TestL5APIServerAway(t *testing.T) {
 	ok(t, a.a.KillAgent(ctx))
 	ok(t, a.a.BeginAgent(ctx))
 	unchanged("away, and an agent started anew")
+	// This one has read nothing: the maps are shown with numbers, and why.
+	eventually(t, ctx, func() error {
+		return a.said(ctx, "status", "NOT READY", "http://172.31.0.1:6443, NOT SYNCED", "refused")
+	})
+	a.says(t, ctx, "services", web4)
+	a.says(t, ctx, "flows --to "+web4, "10.244.80.65")
 
 	a.api.Fail(http.StatusInternalServerError)
 	stop = a.serve(t, ctx, a.Ext)

@@ -201,15 +201,7 @@ func readCounters(t *testing.T, n *cluster.Node) counters {
 	return c
 }
 
-func (c counters) since(old counters) counters {
-	out := counters{}
-	for k, v := range c {
-		if v != old[k] {
-			out[k] = v - old[k]
-		}
-	}
-	return out
-}
+func (c counters) since(old counters) counters { return cluster.Since(c, old) }
 
 // of sums one reason over hooks ("" = all), one family.
 func (c counters) of(reason, hook string, v6 bool) (n uint64) {

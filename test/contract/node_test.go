@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
 
+	"github.com/podweir/podweir/internal/node"
 	"github.com/podweir/podweir/test/cluster"
 )
 
@@ -152,6 +153,11 @@ func TestL3Attachments(t *testing.T) {
 	ctx := within(t, 120*time.Second)
 	veth := hostSide(t, w.client).Attrs().Name
 	prog := passive(t)
+	t.Cleanup(func() { // of the filters, which go before
+		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+		defer cancel()
+		filtered(t, ctx, w.a, veth, false)
+	})
 	look := foreign(t, ctx, w.a, prog, "eth0", veth)
 	for _, dev := range []string{"eth0", veth, "podweir.vxlan"} {
 		for _, attach := range []ebpf.AttachType{ebpf.AttachTCXIngress, ebpf.AttachTCXEgress} {
@@ -168,14 +174,18 @@ func TestL3Attachments(t *testing.T) {
 			}))
 		}
 	}
+	// The filters among them are to see what the pod sends.
+	filtered(t, ctx, w.a, veth, true)
 	looks, attached := look(), programs(t, w.a)
 	want := map[string]int{
-		"eth0 ingress from_netdev": 1, "eth0 egress to_netdev": 1, "lo egress to_lo": 1, "podweir.vxlan ingress from_overlay": 1, "podweir.vxlan egress to_overlay": 1,
+		"eth0 ingress from_netdev": 1, "eth0 egress to_netdev": 1, "lo egress to_lo": 1, "podweir.vxlan ingress from_overlay": 1, "podweir.vxlan egress to_overlay": 1, "podweir.frag ingress from_frag": 1,
 	}
 	for _, p := range []*cluster.Pod{w.client, w.local} {
 		want[hostSide(t, p).Attrs().Name+" ingress from_pod"] = 1
 		want[hostSide(t, p).Attrs().Name+" egress to_pod"] = 1
 	}
+	delete(want, veth+" ingress from_pod")
+	want[veth+" ingress from_pod_judge"], want[node.CoverName(veth)+" ingress from_pod_send"] = 1, 1
 	for _, name := range []string{"connect4", "connect6", "getpeername4", "getpeername6", "sock_release"} {
 		want["cgroup "+name] = 1
 	}
@@ -201,7 +211,7 @@ func TestL3Attachments(t *testing.T) {
 	}
 	// Another program detaches ours, each kind on a device; for those of the
 	// cgroup see TestSocketsOutliveTheAgent.
-	for dev, names := range map[string][]string{"eth0": {"from_netdev", "to_netdev"}, "lo": {"to_lo"}, "podweir.vxlan": {"from_overlay", "to_overlay"}, veth: {"from_pod", "to_pod"}} {
+	for dev, names := range map[string][]string{"eth0": {"from_netdev", "to_netdev"}, "lo": {"to_lo"}, "podweir.vxlan": {"from_overlay", "to_overlay"}, "podweir.frag": {"from_frag"}, veth: {"from_pod_judge", "to_pod"}, node.CoverName(veth): {"from_pod_send"}} {
 		var index int
 		ok(t, netlinkIn(w.a.Netns, func(h *netlink.Handle) error {
 			d, err := h.LinkByName(dev)
@@ -310,6 +320,11 @@ func TestL7Cleanup(t *testing.T) {
 		send(t, ctx, w.client.Netns, "tcp", vip(pick(v6, web4, web6), 80), "-count", "8")
 		send(t, ctx, w.a.Netns, "tcp", at(ip(w.remote, v6), cluster.ServerPort).String())
 	}
+	// A pod whose packets pass filters has a device more.
+	veth := hostSide(t, w.client).Attrs().Name
+	commands(t, ctx, w.a.Netns, "ip link add pwifb2 up type ifb", "tc qdisc add dev "+veth+" ingress",
+		"tc filter add dev "+veth+" parent ffff: protocol all u32 match u32 0 0 action mirred egress redirect dev pwifb2")
+	filtered(t, ctx, w.a, veth, true)
 	if err := cleanup(ctx, w.a); err == nil || !strings.Contains(err.Error(), "another agent") {
 		t.Errorf("cleanup with a running agent: %v", err)
 	}
@@ -318,6 +333,9 @@ func TestL7Cleanup(t *testing.T) {
 	for _, n := range w.Nodes {
 		for range 2 { // the second finds nothing
 			ok(t, cleanup(ctx, n))
+		}
+		if n == w.a {
+			commands(t, ctx, n.Netns, "ip link del pwifb2")
 		}
 		after := nodeState(t, ctx, n)
 		for what, was := range before[n] {

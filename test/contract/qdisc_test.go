@@ -4,16 +4,23 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"net/netip"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
 
 	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/internal/node"
 	"github.com/podweir/podweir/test/cluster"
+	"github.com/podweir/podweir/test/tools/probe"
 )
 
 // tc runs tc in a namespace.
@@ -168,31 +175,269 @@ func TestN22Qdisc(t *testing.T) {
 	}
 }
 
-// Filters at the ingress of a pod's device do not see what our program sends
-// on: the pod is reported, and the rest works.
+// limitSent leads what a pod sends through an ifb of this name with a rate, as
+// the bandwidth plugin does, and returns what ends it.
+func limitSent(t *testing.T, ctx context.Context, n *cluster.Netns, dev, ifb, rate string) (end func()) {
+	t.Helper()
+	commands(t, ctx, n, "ip link add "+ifb+" up type ifb")
+	tc(t, ctx, n, "qdisc add dev %s root tbf rate %s burst 10kb limit 10mb", ifb, rate)
+	tc(t, ctx, n, "qdisc add dev %s ingress", dev)
+	tc(t, ctx, n, "filter add dev %s parent ffff: protocol all u32 match u32 0 0 action mirred egress redirect dev %s", dev, ifb)
+	var once sync.Once
+	end = func() {
+		once.Do(func() {
+			ctx := context.Background()
+			tc(t, ctx, n, "qdisc del dev %s ingress", dev)
+			commands(t, ctx, n, "ip link del "+ifb)
+		})
+	}
+	t.Cleanup(end)
+	return end
+}
+
+// filtered awaits that filters at the ingress of a pod's device see all that
+// the pod sends, or that nothing is left of their having done so.
+func filtered(t *testing.T, ctx context.Context, n *cluster.Node, dev string, want bool) {
+	t.Helper()
+	program := dev + " ingress from_pod"
+	if want {
+		program += "_judge"
+	}
+	eventually(t, ctx, func() error {
+		var is, over bool
+		for _, d := range status(t, ctx, n).Devices {
+			is = is || d.Name == dev && d.Filters != ""
+		}
+		out, err := n.Exec(ctx, "ip", "-o", "link", "show", "type", "macvlan")
+		if err != nil {
+			return err
+		}
+		over = strings.Contains(out, "@"+dev+":")
+		if is != want || over != want || programs(t, n)[program] != 1 {
+			return fmt.Errorf("status says filtered %v, a device is over %s: %v, programs %v; want %v", is, dev, over, programs(t, n), want)
+		}
+		return nil
+	})
+}
+
+// What a pod sends goes through the filters at the ingress of its device, and
+// so through the limit that the bandwidth plugin has behind them: whatever way
+// it takes, running flows included, whether an agent runs or not; and nothing
+// gets out that would not without them.
 func TestN22IngressFilters(t *testing.T) {
 	w := shared(t)
+	ctx := within(t, 180*time.Second)
+	obj := pod("limited", "node-a", "10.244.80.92", "fd00:10:244:50::92")
+	obj.Labels = map[string]string{"app": "limited"}
+	w.put(t, obj)
+	p, err := w.AddPod(ctx, obj)
+	ok(t, err)
+	t.Cleanup(func() { ok(t, p.Delete(context.Background())) })
+	_, err = p.Serve(ctx, "limited", cluster.ServerPort)
+	ok(t, err)
+	server, stop := context.WithCancel(ctx)
+	t.Cleanup(stop)
+	_, err = w.Ext.Serve(server, "outside", 8095)
+	ok(t, err)
+	_, err = w.a.Serve(server, "host", 8095)
+	ok(t, err)
+	ips := []string{"10.98.22.2", "fd00:10:98::2202"}
+	w.put(t, clusterIP("limited", ips, bothPorts(80)...))
+	w.put(t, slicesFor("limited", "limited", bothSlicePorts(cluster.ServerPort), w.remote)...)
+	w.inForce(t, ctx, "tcp", vip(ips[1], 80), atAll(true, w.remote)...)
+	w.inForce(t, ctx, "tcp", vip(ips[0], 80), atAll(false, w.remote)...)
+	// The pod's policy: 7777 is not allowed.
+	allowed := []networkingv1.NetworkPolicyPort{}
+	for _, proto := range []corev1.Protocol{corev1.ProtocolTCP, corev1.ProtocolUDP} {
+		for _, port := range []int32{cluster.ServerPort, 8095} {
+			allowed = append(allowed, networkingv1.NetworkPolicyPort{Protocol: &proto, Port: &intstr.IntOrString{IntVal: port}})
+		}
+	}
+	w.put(t, &networkingv1.NetworkPolicy{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "limited"},
+		Spec: networkingv1.NetworkPolicySpec{
+			PodSelector: metav1.LabelSelector{MatchLabels: obj.Labels},
+			PolicyTypes: []networkingv1.PolicyType{networkingv1.PolicyTypeEgress},
+			Egress:      []networkingv1.NetworkPolicyEgressRule{{Ports: allowed}},
+		},
+	})
+	dev := hostSide(t, p).Attrs().Name
+	eventually(t, ctx, func() error {
+		before := readCounters(t, w.a)
+		_, err := p.Send(ctx, at(ip(w.remote, false), 7777).String(), "-timeout", "100ms")
+		if readCounters(t, w.a).since(before).of("drop_policy_egress", "from_pod", false) == 0 {
+			return fmt.Errorf("the policy is not in force: %v", err)
+		}
+		return err
+	})
+	var streams []*cluster.Stream
+	for _, v6 := range []bool{false, true} {
+		for _, proto := range protos() {
+			for _, to := range []string{at(ip(w.local, v6), cluster.ServerPort).String(), vip(pick(v6, ips[0], ips[1]), 80),
+				vip(pick(v6, "172.31.0.2", "fd00:172:31::2"), 8095)} {
+				s, err := p.Stream(ctx, to, "-proto", proto)
+				ok(t, err)
+				streams = append(streams, s)
+			}
+			for _, from := range []*cluster.Netns{w.remote.Netns, w.a.Netns} {
+				s, err := from.Stream(ctx, at(ip(p, v6), cluster.ServerPort).String(), "-proto", proto)
+				ok(t, err)
+				streams = append(streams, s)
+			}
+		}
+	}
+	commands(t, ctx, w.a.Netns, "iptables -P FORWARD DROP", "ip6tables -P FORWARD DROP")
+	t.Cleanup(func() {
+		commands(t, context.Background(), w.a.Netns, "iptables -P FORWARD ACCEPT", "ip6tables -P FORWARD ACCEPT")
+	})
+	const ifb, size = "pwifb0", 1 << 18
+	through := func(what string, from *cluster.Netns, target string, options ...string) {
+		t.Helper()
+		before, _ := sentBy(t, ctx, w.a.Netns, ifb)
+		r, err := from.Bulk(ctx, target, append(options, "-bytes", fmt.Sprint(size), "-timeout", "20s")...)
+		ok(t, err)
+		if r.Bytes != size || !r.CRCMatches || r.Error != "" {
+			t.Errorf("%s, %s: %+v", what, target, r)
+		}
+		if after, _ := sentBy(t, ctx, w.a.Netns, ifb); after-before < size {
+			t.Errorf("%s, %s: %d bytes went through the limit, want %d", what, target, after-before, size)
+		}
+	}
+	all := func() {
+		t.Helper()
+		for _, v6 := range []bool{false, true} {
+			near, far, service := at(ip(w.local, v6), cluster.ServerPort).String(), at(ip(w.remote, v6), cluster.ServerPort).String(), vip(pick(v6, ips[0], ips[1]), 80)
+			ext, node, own := vip(pick(v6, "172.31.0.1", "fd00:172:31::1"), 8095), vip(pick(v6, "172.31.0.2", "fd00:172:31::2"), 8095), at(ip(p, v6), cluster.ServerPort).String()
+			through("to a pod of the node", p.Netns, near)
+			through("to a pod of another node", p.Netns, far)
+			through("to a service", p.Netns, service)
+			through("out of the cluster", p.Netns, ext)
+			through("to its node", p.Netns, node)
+			through("to another pod that asks", w.remote.Netns, own, "-receive")
+			through("to its node that asks", w.a.Netns, own, "-receive")
+			for _, to := range []string{near, far, service, ext, node} {
+				_, packets := sentBy(t, ctx, w.a.Netns, ifb)
+				send(t, ctx, p.Netns, "udp", to, "-count", "10")
+				if _, now := sentBy(t, ctx, w.a.Netns, ifb); now-packets < 10 {
+					t.Errorf("of ten datagrams to %s %d went through the limit", to, now-packets)
+				}
+			}
+			before := readCounters(t, w.a)
+			silent(t, ctx, p.Netns, "udp", at(ip(w.remote, v6), 7777).String())
+			atLeast(t, w.a, before, "drop_policy_egress", "from_pod", v6, 1)
+			before = readCounters(t, w.a)
+			s, err := p.Send(ctx, far, "-proto", "udp", "-source", pick(v6, "10.244.80.200", "fd00:10:244:50::c8"), "-timeout", "300ms")
+			ok(t, err)
+			if s.OK != 0 {
+				t.Errorf("under a false name to %s: %+v", far, s)
+			}
+			atLeast(t, w.a, before, "drop_spoofed_source", "from_pod", v6, 1)
+		}
+	}
+	running := func() {
+		t.Helper()
+		for _, s := range streams {
+			progress(t, ctx, s, 2)
+		}
+	}
+	commands(t, ctx, p.Netns, "ip addr add 10.244.80.200/32 dev eth0", "ip addr add fd00:10:244:50::c8/128 dev eth0 nodad preferred_lft 0")
+	// follows starts an agent that has to notice what has changed. The kernel
+	// lets packets go that meet filters while they come or go; the agent's
+	// steps must not.
+	follows := func(on bool) {
+		t.Helper()
+		running()
+		var lost []uint64
+		for _, s := range streams {
+			r, err := s.Report(ctx)
+			ok(t, err)
+			lost = append(lost, r.Sent-r.Received)
+		}
+		ok(t, w.a.StartAgent(ctx))
+		filtered(t, ctx, w.a, dev, on)
+		running()
+		for i, s := range streams {
+			_, err := s.Await(ctx, fmt.Sprintf("no more than %d lost", lost[i]), func(r probe.StreamReport) bool { return r.Sent-r.Received <= lost[i] })
+			ok(t, err)
+		}
+	}
+	t.Cleanup(func() { w.ensureAgents(t) })
+	ok(t, w.a.KillAgent(ctx))
+	end := limitSent(t, ctx, w.a.Netns, dev, ifb, "800mbit")
+	follows(true)
+	all()
+	for _, f := range examine(t, ctx, w.a) {
+		if f.Check == "qdiscs" || f.Check == "programs" {
+			t.Errorf("podweir doctor: %+v", f)
+		}
+	}
+	// Without an agent, and with the next one.
+	ok(t, w.a.KillAgent(ctx))
+	through("without an agent", p.Netns, at(ip(w.remote, false), cluster.ServerPort).String())
+	follows(true)
+	all()
+	// The filters go while none runs.
+	ok(t, w.a.KillAgent(ctx))
+	end()
+	follows(false)
+	for _, s := range streams {
+		rep, err := s.Stop(ctx)
+		ok(t, err)
+		if rep.Error != "" {
+			t.Errorf("a flow that ran all the time: %+v", rep)
+		}
+	}
+
+	// How fast. A busy machine can only make it slower.
+	end = limitSent(t, ctx, w.a.Netns, dev, ifb, "4mbit")
+	filtered(t, ctx, w.a, dev, true)
+	slow := func(what string, to netip.AddrPort) {
+		t.Helper()
+		r, err := p.Bulk(ctx, to.String(), "-bytes", "1000000", "-timeout", "30s")
+		ok(t, err)
+		if r.Bytes != 1000000 || r.Error != "" || r.Took < time.Second {
+			t.Errorf("a megabyte %s at 4 Mbit/s, which takes two seconds: %+v", what, r)
+		}
+	}
+	slow("to a pod of the node", at(ip(w.local, true), cluster.ServerPort))
+	slow("to a pod of another node", at(ip(w.remote, false), cluster.ServerPort))
+	// Somebody takes away what is over the pod's device.
+	commands(t, ctx, w.a.Netns, "ip link del "+node.CoverName(dev))
+	filtered(t, ctx, w.a, dev, true)
+	slow("to a pod of another node, again", at(ip(w.remote, true), cluster.ServerPort))
+	// Without an agent nobody puts it back: nothing is let past it. Then the
+	// filters go, too.
+	ok(t, w.a.KillAgent(ctx))
+	commands(t, ctx, w.a.Netns, "iptables -P FORWARD ACCEPT", "ip6tables -P FORWARD ACCEPT", "ip link del "+node.CoverName(dev))
+	for _, v6 := range []bool{false, true} {
+		for _, to := range []netip.AddrPort{at(ip(w.local, v6), cluster.ServerPort), at(ip(w.remote, v6), cluster.ServerPort)} {
+			silent(t, ctx, p.Netns, "udp", to.String())
+		}
+		send(t, ctx, p.Netns, "tcp", vip(pick(v6, "172.31.0.2", "fd00:172:31::2"), 8095))
+	}
+	end()
+	ok(t, w.a.StartAgent(ctx))
+	filtered(t, ctx, w.a, dev, false)
+	send(t, ctx, p.Netns, "tcp", at(ip(w.remote, false), cluster.ServerPort).String())
+}
+
+// Where nothing can be put over a pod's device, its packets pass the filters
+// by, as they must not be lost: the pod is reported.
+func TestN22IngressFiltersInTheWay(t *testing.T) {
+	w := shared(t)
 	ctx := within(t, 60*time.Second)
-	obj := pod("mirrored", "node-a", "10.244.80.92", "fd00:10:244:50::92")
+	obj := pod("bridged", "node-a", "10.244.80.93", "fd00:10:244:50::93")
 	w.put(t, obj)
 	p, err := w.AddPod(ctx, obj)
 	ok(t, err)
 	t.Cleanup(func() { ok(t, p.Delete(context.Background())) })
 	dev := hostSide(t, p).Attrs().Name
-	_, err = w.a.Exec(ctx, "ip", "link", "add", "pwifb0", "up", "type", "ifb")
-	ok(t, err)
-	t.Cleanup(func() {
-		_, err := w.a.Exec(context.Background(), "ip", "link", "del", "pwifb0")
-		ok(t, err)
-	})
-	tc(t, ctx, w.a.Netns, "qdisc add dev pwifb0 root tbf rate 800mbit burst 100kb limit 10mb")
-	tc(t, ctx, w.a.Netns, "qdisc add dev %s ingress", dev)
 	reported := func(want bool) {
 		t.Helper()
 		eventually(t, ctx, func() error {
 			is := false
 			for _, pr := range status(t, ctx, w.a).Problems {
-				is = is || pr.Object == "Pod default/mirrored" && strings.Contains(pr.Error, dev)
+				is = is || pr.Object == "Pod default/bridged" && strings.Contains(pr.Error, dev)
 			}
 			if is != want {
 				return fmt.Errorf("reported: %v, want %v", is, want)
@@ -200,7 +445,8 @@ func TestN22IngressFilters(t *testing.T) {
 			return nil
 		})
 	}
-	tc(t, ctx, w.a.Netns, "filter add dev %s parent ffff: protocol all u32 match u32 0 0 action mirred egress redirect dev pwifb0", dev)
+	commands(t, ctx, w.a.Netns, "ip link add link "+dev+" name pwother type macvlan mode passthru")
+	end := limitSent(t, ctx, w.a.Netns, dev, "pwifb1", "800mbit")
 	reported(true)
 	finds := 0
 	for _, f := range examine(t, ctx, w.a) {
@@ -213,18 +459,18 @@ func TestN22IngressFilters(t *testing.T) {
 	}
 	for _, v6 := range []bool{false, true} {
 		send(t, ctx, p.Netns, "tcp", at(ip(w.remote, v6), cluster.ServerPort).String())
-		// What the stack takes does pass there.
-		before, _ := sentBy(t, ctx, w.a.Netns, "pwifb0")
-		node := pick(v6, "172.31.0.2", "fd00:172:31::2")
-		s, err := p.Ping(ctx, node, "-timeout", "10s")
-		ok(t, err)
-		if s.Received != 1 {
-			t.Errorf("ping of the node: %+v", s)
-		}
-		if after, _ := sentBy(t, ctx, w.a.Netns, "pwifb0"); after == before {
-			t.Error("the ping did not pass the ifb")
+	}
+	// Out of the way.
+	commands(t, ctx, w.a.Netns, "ip link del pwother")
+	reported(false)
+	filtered(t, ctx, w.a, dev, true)
+	for _, v6 := range []bool{false, true} {
+		before, _ := sentBy(t, ctx, w.a.Netns, "pwifb1")
+		send(t, ctx, p.Netns, "tcp", at(ip(w.remote, v6), cluster.ServerPort).String())
+		if after, _ := sentBy(t, ctx, w.a.Netns, "pwifb1"); after == before {
+			t.Error("it did not pass the ifb")
 		}
 	}
-	tc(t, ctx, w.a.Netns, "qdisc del dev %s ingress", dev)
-	reported(false)
+	end()
+	filtered(t, ctx, w.a, dev, false)
 }

@@ -38,7 +38,7 @@ func (c *callers) call(t *testing.T, ctx context.Context, from *cluster.Netns, p
 	if !stays {
 		return
 	}
-	s, err := from.Stream(ctx, target, "-proto", proto, "-interval", "20ms", "-linger", "30s")
+	s, err := from.Stream(ctx, target, "-proto", proto, "-interval", "20ms")
 	ok(t, err)
 	if c.streams == nil {
 		c.streams = map[int]*cluster.Stream{}

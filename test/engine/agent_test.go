@@ -64,7 +64,7 @@ func TestAgentsKilledUnderLoad(t *testing.T) {
 	var streams []*cluster.Stream
 	for _, target := range targets {
 		for _, proto := range []string{"tcp", "udp"} {
-			s, err := w.client.Stream(ctx, target, "-proto", proto, "-linger", "10s")
+			s, err := w.client.Stream(ctx, target, "-proto", proto)
 			ok(t, err)
 			streams = append(streams, s)
 		}

@@ -21,5 +21,6 @@
 // Nothing depends on time: a test waits for packets, counters and map
 // entries. Where the fast path applies, its counters say that it was taken;
 // contents are compared by hash and checksums by capture, by the receiving
-// stack, or both. Most tests share one cluster and leave it as they found it.
+// stack, or both. Most tests share one cluster, one after another, and leave it
+// as they found it; those with a cluster of their own run beside each other.
 package engine

@@ -311,15 +311,43 @@ func TestFragmentsInAnyOrder(t *testing.T) {
 	w.fragmentsInAnyOrder(t, within(t, 2*time.Minute), w.remote)
 }
 
+// A sender of fragments: how its frames leave, and where they are first seen.
+type fragSender struct {
+	send     func(frame []byte) error
+	mac, gw  net.HardwareAddr
+	src      netip.Addr
+	node     *cluster.Node
+	hook     string
+	from, to uint16 // ports of a flow that is there, else 0
+}
+
 func (w *world) fragmentsInAnyOrder(t *testing.T, ctx context.Context, remote *cluster.Pod) {
 	b := remote.Node
 	w.fragmented(t, ctx, "any-remote", "10.98.11.4", "fd00:10:98::b4", 30140, remote)
 	w.fragmented(t, ctx, "any-local", "10.98.11.5", "fd00:10:98::b5", 30150, w.local)
 	raw, gw := rawSocket(t, w.client.Netns, "eth0"), hostMAC(t, w.client)
+	wire, nodeMAC := rawSocket(t, w.Ext, "eth0"), macOf(t, w.a.Netns, "eth0")
+	entry := w.newVTEP(ctx, t, "entry", "172.31.0.7/24", b)
 	for _, f := range families {
-		client := f.of(w.client)
+		client, a := f.of(w.client), nodeAddr(f, w.a)
+		pod := fragSender{send: raw.send, mac: raw.mac, gw: gw, src: client, node: w.a, hook: "from_pod"}
+		out := fragSender{send: wire.send, mac: wire.mac, gw: nodeMAC, src: extOf(f), node: w.a, hook: "from_netdev"}
+		// What an entry node says of what it passes on, see bpf/dsr.h.
+		tunnelled := fragSender{
+			send: func(frame []byte) error {
+				_, err := entry.WriteToUDPAddrPort(vxlan(frame), netip.AddrPortFrom(nodeAddr(families[0], b), 4789))
+				return err
+			},
+			src: extOf(f), node: b, hook: "from_overlay",
+		}
+		via, named := tunnelled, tunnelled
+		via.mac, via.gw = net.HardwareAddr{2, 'p', 'w', 0, 0, 2}, tunnelMAC(b)
+		addr := f.of(remote).AsSlice()
+		named.mac = net.HardwareAddr{2, 'p', 'w', serverPort >> 8, serverPort & 0xff, 3}
+		named.gw = append(net.HardwareAddr{2, 'p'}, addr[len(addr)-4:]...)
 		for _, c := range []struct {
 			what   string
+			by     fragSender
 			to     netip.Addr
 			port   uint16
 			server *cluster.Netns
@@ -327,12 +355,19 @@ func (w *world) fragmentsInAnyOrder(t *testing.T, ctx context.Context, remote *c
 			number uint16
 			source netip.Addr
 		}{
-			{"pod to pod", f.of(w.local), serverPort, w.local.Netns, f.of(w.local), serverPort, client},
-			{"pod to remote pod", f.of(remote), serverPort, remote.Netns, f.of(remote), serverPort, client},
-			{"cluster IP, remote backend", f.pick("10.98.11.4", "fd00:10:98::b4"), 80, remote.Netns, f.of(remote), serverPort, client},
-			{"cluster IP, local backend", f.pick("10.98.11.5", "fd00:10:98::b5"), 80, w.local.Netns, f.of(w.local), serverPort, client},
-			{"another node's NodePort", nodeAddr(f, b), 30141, remote.Netns, f.of(remote), serverPort, client},
-			{"masqueraded", extOf(f), 7777, w.Ext, extOf(f), 7777, nodeAddr(f, w.a)},
+			{"pod to pod", pod, f.of(w.local), serverPort, w.local.Netns, f.of(w.local), serverPort, client},
+			{"pod to remote pod", pod, f.of(remote), serverPort, remote.Netns, f.of(remote), serverPort, client},
+			{"cluster IP, remote backend", pod, f.pick("10.98.11.4", "fd00:10:98::b4"), 80, remote.Netns, f.of(remote), serverPort, client},
+			{"cluster IP, local backend", pod, f.pick("10.98.11.5", "fd00:10:98::b5"), 80, w.local.Netns, f.of(w.local), serverPort, client},
+			{"another node's NodePort", pod, nodeAddr(f, b), 30141, remote.Netns, f.of(remote), serverPort, client},
+			{"masqueraded", pod, extOf(f), 7777, w.Ext, extOf(f), 7777, a},
+			{"pod to its node", pod, a, 7778, w.a.Netns, a, 7778, client},
+			{"outside to NodePort, local backend", out, a, 30151, w.local.Netns, f.of(w.local), serverPort, extOf(f)},
+			{"outside to NodePort, remote backend", out, a, 30141, remote.Netns, f.of(remote), serverPort, extOf(f)},
+			{"outside to the node itself", out, a, 7778, w.a.Netns, a, 7778, extOf(f)},
+			{"answer to what left masqueraded", w.masqueraded(t, f, out), a, 0, w.client.Netns, client, 7776, extOf(f)},
+			{"by an entry node", via, f.of(remote), serverPort, remote.Netns, f.of(remote), serverPort, extOf(f)},
+			{"by an entry node that names the backend", named, f.pick("10.98.11.4", "fd00:10:98::b4"), 80, remote.Netns, f.of(remote), serverPort, extOf(f)},
 		} {
 			t.Run(f.name+" "+c.what, func(t *testing.T) {
 				server := udp(t, c.server, port(c.at, c.number), "", nil)
@@ -344,7 +379,10 @@ func (w *world) fragmentsInAnyOrder(t *testing.T, ctx context.Context, remote *c
 					}
 					for name := range orders([][]byte{nil, nil, nil}, [][]byte{nil, nil, nil}) {
 						p := packet{
-							srcMAC: raw.mac, dstMAC: gw, src: client, dst: c.to, sport: w.port(), dport: c.port, proto: 17,
+							srcMAC: c.by.mac, dstMAC: c.by.gw, src: c.by.src, dst: c.to, sport: w.port(), dport: c.port, proto: 17,
+						}
+						if c.by.to != 0 {
+							p.sport, p.dport = c.by.from, c.by.to
 						}
 						var cut [2][][]byte
 						missing := map[string]bool{}
@@ -355,8 +393,9 @@ func (w *world) fragmentsInAnyOrder(t *testing.T, ctx context.Context, remote *c
 							cut[i] = fragments(p.frame(), id, 1400)
 						}
 						before, beforeB := counters(t, w.a), counters(t, b)
+						beforeSeen := counters(t, c.by.node)
 						for _, frame := range orders(cut[0], cut[1])[name] {
-							ok(t, raw.send(frame))
+							ok(t, c.by.send(frame))
 						}
 						for len(missing) > 0 {
 							if !arrives(t, server, missing, c.source) {
@@ -364,18 +403,37 @@ func (w *world) fragmentsInAnyOrder(t *testing.T, ctx context.Context, remote *c
 									counters(t, w.a).since(before), counters(t, b).since(beforeB))
 							}
 						}
-						got := counters(t, w.a).since(before)
-						if up := got["fragment_reassembly/from_pod"]; (up != 0) != (name != "in order" && name != "interleaved") {
+						got := counters(t, c.by.node).since(beforeSeen)
+						if up := got["fragment_reassembly/"+c.by.hook]; (up != 0) != (name != "in order" && name != "interleaved") {
 							t.Errorf("%s: %d fragments went to the kernel's reassembly", name, up)
 						}
-						for k, v := range got.drops() {
-							t.Errorf("%s: %s %d", name, k, v)
+						for n, d := range map[string]counts{"node-a": counters(t, w.a).since(before).drops(), "node-b": counters(t, b).since(beforeB).drops()} {
+							for k, v := range d {
+								t.Errorf("%s: %s: %s %d", name, n, k, v)
+							}
 						}
 					}
 				}
 			})
 		}
 	}
+}
+
+// masqueraded opens a flow from a pod's port 7776 to outside, under the node's
+// address, and returns whoever answers it.
+func (w *world) masqueraded(t *testing.T, f family, by fragSender) fragSender {
+	t.Helper()
+	server := udp(t, w.Ext, port(extOf(f), 7775), "", nil)
+	defer server.Close()
+	u := udp(t, w.client.Netns, port(f.of(w.client), 7776), port(extOf(f), 7775), nil)
+	defer u.Close()
+	_, err := u.Write([]byte("to be answered"))
+	ok(t, err)
+	ok(t, server.SetReadDeadline(soon()))
+	_, from, err := server.ReadFromUDPAddrPort(make([]byte, 100))
+	ok(t, err)
+	by.from, by.to = 7775, from.Port()
+	return by
 }
 
 // arrives reads one datagram that is missing.
@@ -475,9 +533,9 @@ func TestPolicyJudgesFragments(t *testing.T) {
 				counters(t, w.a).since(before).want(t, "denied", counts{"drop_policy_ingress/from_pod": denied, "fwd_local": 0})
 				before = counters(t, w.a)
 				send(fresh, true)
-				// When the first is refused the kernel does not send the rest.
-				until(t, w.a, before, 1, "drop_policy_ingress/to_pod")
-				counters(t, w.a).since(before).want(t, "denied, reversed", counts{"fragment_reassembly/from_pod": 3, "fwd_local": 0})
+				// Behind the reassembly it is what it is in order.
+				until(t, w.a, before, 3, "drop_fragment/from_pod", "drop_policy_ingress/from_pod")
+				counters(t, w.a).since(before).want(t, "denied, reversed", counts{"fragment_reassembly/from_pod": 3, "drop_policy_ingress/from_pod": denied, "fwd_local": 0})
 			}
 			ok(t, w.Manifests.Delete(policy))
 			w.isolated(t, ctx, w.local, false)
@@ -542,54 +600,123 @@ func TestSpoofedFragments(t *testing.T) {
 	}
 }
 
-// Where the kernel's reassembly would lead past our hooks, a fragment ahead of
-// its first is dropped, and the next datagram in order is not affected.
-func TestFragmentsBeforeFirstToTheNode(t *testing.T) {
-	w := shared(t)
-	ctx := within(t, 2*time.Minute)
-	w.fragmented(t, ctx, "ahead", "10.98.11.6", "fd00:10:98::b6", 30160, w.remote)
-	id := uint32(12000)
+func tunnelMAC(n *cluster.Node) net.HardwareAddr { return tunnel.MAC(n.Config.Addrs[0].Addr()) }
+
+// reassembled sends datagrams last fragment first, from a pod to a pod and to
+// its node, and says which did not arrive.
+func (w *world) reassembled(t *testing.T, raw *frames, gw net.HardwareAddr, wait time.Duration) (missing []string) {
+	t.Helper()
+	for _, f := range families {
+		for what, to := range map[string]struct {
+			at     netip.Addr
+			server *cluster.Netns
+		}{"pod": {f.of(w.remote), w.remote.Netns}, "node": {nodeAddr(f, w.a), w.a.Netns}} {
+			server := udp(t, to.server, port(to.at, 7781), "", nil)
+			payload, cut := cutUDP(packet{srcMAC: raw.mac, dstMAC: gw, src: f.of(w.client), dst: to.at, sport: w.port(), dport: 7781}, w.id(), 4000)
+			for _, frame := range reversed(cut) {
+				ok(t, raw.send(frame))
+			}
+			ok(t, server.SetReadDeadline(time.Now().Add(wait)))
+			buf := make([]byte, 64<<10)
+			if n, _, err := server.ReadFromUDPAddrPort(buf); err != nil || !bytes.Equal(buf[:n], payload) {
+				missing = append(missing, f.name+" to a "+what)
+			}
+			ok(t, server.Close())
+		}
+	}
+	return missing
+}
+
+// The reassembly needs no agent, is the same after a restart, and is made anew
+// when its device is gone, by an agent that runs and by the next one (N11, L1).
+func TestReassemblyOutlivesTheAgent(t *testing.T) {
+	w := own(t, cluster.Config{})
+	ctx := within(t, 4*time.Minute)
+	ok(t, w.start(ctx))
+	raw, gw := rawSocket(t, w.client.Netns, "eth0"), hostMAC(t, w.client)
+	index := func() (i int) {
+		ok(t, w.a.Netns.Do(func() error {
+			ifi, err := net.InterfaceByName("podweir.frag")
+			if err == nil {
+				i = ifi.Index
+			}
+			return err
+		}))
+		return i
+	}
+	pass := func(when string) {
+		t.Helper()
+		before := counters(t, w.a)
+		if missing := w.reassembled(t, raw, gw, patience); len(missing) > 0 {
+			t.Fatalf("%s: lost %v; %v", when, missing, counters(t, w.a).since(before))
+		}
+	}
+	pass("at first")
+	was := index()
+	ok(t, w.KillAgents(ctx))
+	pass("without an agent")
+	ok(t, w.StartAgents(ctx))
+	pass("after a restart")
+	if now := index(); now != was {
+		t.Errorf("a restart made the device anew: index %d, was %d", now, was)
+	}
+	ok(t, run(ctx, w.a.Netns, "ip link del podweir.frag"))
+	eventually(t, ctx, func() error {
+		if missing := w.reassembled(t, raw, gw, 200*time.Millisecond); len(missing) > 0 {
+			return fmt.Errorf("without its device: lost %v", missing)
+		}
+		return nil
+	})
+	ok(t, w.KillAgents(ctx))
+	ok(t, run(ctx, w.a.Netns, "ip link del podweir.frag"))
+	ok(t, w.StartAgents(ctx))
+	pass("after the next agent has made it anew")
+}
+
+// Datagrams that never become whole fill what the namespace has for them, and
+// nothing else: those in order go on, to pods and to the host.
+func TestIncompleteDatagrams(t *testing.T) {
+	w := own(t, cluster.Config{})
+	ctx := within(t, 3*time.Minute)
+	ok(t, w.start(ctx))
+	wire, nodeMAC := rawSocket(t, w.Ext, "eth0"), macOf(t, w.a.Netns, "eth0")
+	raw, gw := rawSocket(t, w.client.Netns, "eth0"), hostMAC(t, w.client)
+	for _, f := range families {
+		before := counters(t, w.a)
+		for i := range 6000 {
+			// Of six megabytes each family's reassembly holds four.
+			p := packet{srcMAC: wire.mac, dstMAC: nodeMAC, src: extOf(f), dst: nodeAddr(f, w.a), sport: 9, dport: 9}
+			_, cut := cutUDP(p, uint32(20000+i), 2*1400-8)
+			ok(t, wire.send(cut[1]))
+		}
+		eventually(t, ctx, func() error {
+			if n := counters(t, w.a).since(before)["fragment_reassembly/from_netdev"]; n < 5000 {
+				return fmt.Errorf("%d fragments went there", n)
+			}
+			return nil
+		})
+	}
 	for _, f := range families {
 		for _, c := range []struct {
-			what   string
-			from   *frames
+			by     *frames
 			gw     net.HardwareAddr
 			src    netip.Addr
-			port   uint16
+			at     netip.Addr
 			server *cluster.Netns
-			at     string
-			hook   string
 		}{
-			{"pod to its node", rawSocket(t, w.client.Netns, "eth0"), hostMAC(t, w.client), f.of(w.client), 7779, w.a.Netns, port(nodeAddr(f, w.a), 7779), "from_pod"},
-			{"outside to NodePort", rawSocket(t, w.Ext, "eth0"), macOf(t, w.a.Netns, "eth0"), extOf(f), 30161, w.remote.Netns, port(f.of(w.remote), serverPort), "from_netdev"},
+			{raw, gw, f.of(w.client), f.of(w.remote), w.remote.Netns},
+			{raw, gw, f.of(w.client), nodeAddr(f, w.a), w.a.Netns},
+			{wire, nodeMAC, extOf(f), nodeAddr(f, w.a), w.a.Netns},
 		} {
-			t.Run(f.name+" "+c.what, func(t *testing.T) {
-				server := udp(t, c.server, c.at, "", nil)
-				defer server.Close()
-				p := packet{srcMAC: c.from.mac, dstMAC: c.gw, src: c.src, dst: nodeAddr(f, w.a), sport: w.port(), dport: c.port}
-				id++
-				_, cut := cutUDP(p, id, 4000)
-				before := counters(t, w.a)
-				for _, frame := range reversed(cut) {
-					ok(t, c.from.send(frame))
-				}
-				most := 3
-				if c.hook == "from_netdev" { // the others are the host's, for all it knows
-					most = 1
-				}
-				until(t, w.a, before, most, "drop_fragment_before_first/"+c.hook)
-				id++
-				// The tunnel carries less than the wire.
-				p.proto, p.payload = 17, bytesOf(7, 4000)
-				for _, frame := range fragments(p.frame(), id, 1300) {
-					ok(t, c.from.send(frame))
-				}
-				if !arrives(t, server, map[string]bool{string(p.payload): true}, c.src) {
-					t.Fatalf("nothing arrives in order; %v", counters(t, w.a).since(before))
-				}
-			})
+			server := udp(t, c.server, port(c.at, 7782), "", nil)
+			payload, cut := cutUDP(packet{srcMAC: c.by.mac, dstMAC: c.gw, src: c.src, dst: c.at, sport: w.port(), dport: 7782}, w.id(), 4000)
+			for _, frame := range cut {
+				ok(t, c.by.send(frame))
+			}
+			if !arrives(t, server, map[string]bool{string(payload): true}, c.src) {
+				t.Errorf("from %v to %v: lost", c.src, c.at)
+			}
+			ok(t, server.Close())
 		}
 	}
 }
-
-func tunnelMAC(n *cluster.Node) net.HardwareAddr { return tunnel.MAC(n.Config.Addrs[0].Addr()) }

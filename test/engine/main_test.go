@@ -87,9 +87,12 @@ func shared(t testing.TB) *world {
 	return w
 }
 
-// own is a cluster of one test.
+// own is a cluster of one test, which runs beside others that have their own:
+// most of the time each of them waits for something. Those of the common
+// cluster are over by then.
 func own(t *testing.T, cfg cluster.Config) *world {
 	t.Helper()
+	t.Parallel()
 	w := &world{Cluster: cluster.ForTest(t, cfg)}
 	w.a, w.b = w.Node("node-a"), w.Node("node-b")
 	return w
@@ -206,15 +209,7 @@ func counters(t testing.TB, n *cluster.Node) counts {
 }
 
 // since is what happened between two readings.
-func (c counts) since(before counts) counts {
-	d := counts{}
-	for k, v := range c {
-		if v != before[k] {
-			d[k] = v - before[k]
-		}
-	}
-	return d
-}
+func (c counts) since(before counts) counts { return cluster.Since(c, before) }
 
 // drops are the drop reasons alone, by hook. What the host's stack says to
 // the link of the tunnel device, whenever it likes, is not counted.

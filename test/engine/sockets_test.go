@@ -10,7 +10,6 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/netip"
-	"os"
 	"strings"
 	"syscall"
 	"testing"
@@ -19,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/podweir/podweir/test/cluster"
+	"github.com/podweir/podweir/test/tools/probe"
 )
 
 const serverPort = 8080
@@ -26,11 +26,14 @@ const serverPort = 8080
 // control sets options of a socket before it is bound.
 type control func(fd int) error
 
-func (c control) hook(_, _ string, raw syscall.RawConn) (err error) {
-	if c == nil {
-		return nil
+// hook has datagrams kept while the test gets no CPU, unless c says otherwise.
+func (c control) hook(network, addr string, raw syscall.RawConn) error {
+	if err := probe.LargeBuffer(network, addr, raw); err != nil || c == nil {
+		return err
 	}
-	return errors.Join(raw.Control(func(fd uintptr) { err = c(int(fd)) }), err)
+	var err error
+	cerr := raw.Control(func(fd uintptr) { err = c(int(fd)) })
+	return errors.Join(cerr, err)
 }
 
 // listen opens a TCP listener inside a namespace, for the test's duration.
@@ -233,50 +236,23 @@ func datagrams(t testing.TB, c *net.UDPConn, count, most int) {
 	}
 }
 
-// snmp reads counters of the namespace's stack: those whose name ends so.
-func snmp(t testing.TB, n *cluster.Netns, suffix string) map[string]string {
-	t.Helper()
-	found := map[string]string{}
-	ok(t, n.Do(func() error {
-		data, err := os.ReadFile("/proc/thread-self/net/snmp")
-		if err != nil {
-			return err
-		}
-		lines := strings.Split(string(data), "\n")
-		for i := 0; i+1 < len(lines); i += 2 {
-			names, values := strings.Fields(lines[i]), strings.Fields(lines[i+1])
-			for j := 1; j < len(names); j++ {
-				if strings.HasSuffix(names[j], suffix) {
-					found[names[0]+names[j]] = values[j]
-				}
-			}
-		}
-		data, err = os.ReadFile("/proc/thread-self/net/snmp6")
-		if err != nil {
-			return err
-		}
-		for line := range strings.Lines(string(data)) {
-			if f := strings.Fields(line); len(f) == 2 && strings.HasSuffix(f[0], suffix) {
-				found[f[0]] = f[1]
-			}
-		}
-		return nil
-	}))
-	return found
-}
-
 // checksumErrors fails if a stack has seen a wrong checksum.
 func checksumErrors(t testing.TB, spaces ...*cluster.Netns) {
 	t.Helper()
 	for _, n := range spaces {
-		got := snmp(t, n, "InCsumErrors")
-		if len(got) < 4 {
-			t.Errorf("%s: only these counters: %v", n.Name, got)
-		}
+		got, err := n.SNMP()
+		ok(t, err)
+		known := 0
 		for name, v := range got {
-			if v != "0" {
-				t.Errorf("%s: %s %s", n.Name, name, v)
+			if !strings.HasSuffix(name, "CsumErrors") {
+				continue
 			}
+			if known++; v != 0 {
+				t.Errorf("%s: %s %d", n.Name, name, v)
+			}
+		}
+		if known < 4 {
+			t.Errorf("%s: only these counters: %v", n.Name, got)
 		}
 	}
 }

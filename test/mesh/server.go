@@ -13,6 +13,7 @@ import (
 	"golang.org/x/net/ipv6"
 
 	"github.com/podweir/podweir/test/cluster"
+	"github.com/podweir/podweir/test/tools/probe"
 )
 
 // Serve answers TCP and UDP in both families on these ports of a namespace
@@ -25,7 +26,7 @@ func Serve(ctx context.Context, ns *cluster.Netns, name string, ports ...int) er
 			var l net.Listener
 			var u net.PacketConn
 			err := ns.Do(func() (err error) {
-				lc := net.ListenConfig{}
+				lc := net.ListenConfig{Control: probe.LargeBuffer}
 				lc.SetMultipathTCP(false)
 				if l, err = lc.Listen(ctx, "tcp"+family, addr); err != nil {
 					return err
@@ -113,7 +114,7 @@ func parse(line string) (server string, peer netip.Addr) {
 func Dial(ctx context.Context, ns *cluster.Netns, network, target string) (net.Conn, error) {
 	var c net.Conn
 	err := ns.Do(func() (err error) {
-		d := net.Dialer{}
+		d := net.Dialer{Control: probe.LargeBuffer}
 		d.SetMultipathTCP(false)
 		c, err = d.DialContext(ctx, network, target)
 		return err

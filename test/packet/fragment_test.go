@@ -3,6 +3,7 @@ package packet
 import (
 	"encoding/binary"
 	"fmt"
+	"net/netip"
 	"slices"
 	"sync"
 	"testing"
@@ -22,7 +23,7 @@ const (
 
 // defragging is a datapath of a kernel that reassembles what is left to it.
 var defragging = sync.OnceValues(func() (*datapath, error) {
-	return load(loader.Config{FlowsMax: 1024, FlowsNewMax: 1024, Defrag: true})
+	return load(loader.Config{FlowsMax: 1024, FlowsNewMax: 1024, FragIfindex: reassembles})
 })
 
 // forgetful is one that forgets every datagram at once.
@@ -269,8 +270,43 @@ func TestFragmentsAreToldApart(t *testing.T) {
 	})
 }
 
-// A datagram that begins in the middle goes up to the kernel, all of it, if
-// its source is true and its way leads by a hook of ours; else it is dropped.
+// rise has fragments arrive in an order that lets them all rise, and returns
+// what the kernel makes of what it got: the fragments in order, in frames with
+// the token of the first, one hop further.
+func (w *world) rise(at shot, parts [][]byte) (out [][]byte) {
+	w.t.Helper()
+	w.defrags = true
+	out = make([][]byte, len(parts))
+	for i := len(parts) - 1; i >= 0; i-- {
+		s := at
+		s.pkt = parts[i]
+		r := w.run(s).is(reassembly)
+		if msg := w.wrongRise(r); msg != "" {
+			w.t.Fatalf("fragment %d: %s", i, msg)
+		}
+		out[i] = r.out
+	}
+	for i := range out {
+		copy(out[i][6:12], out[0][6:12])
+		if w.f.v6 {
+			out[i][21]--
+			binary.BigEndian.PutUint32(out[i][58:], binary.BigEndian.Uint32(out[i][58:])+7777) // another id
+		} else {
+			out[i][22]--
+			mend(out[i])
+		}
+	}
+	return out
+}
+
+// risen is what came out of the reassembly, of a datagram that was at that hook.
+func (w *world) risen(was hook, pkt []byte) *result {
+	w.t.Helper()
+	return w.run(shot{hook: fromFrag, dev: devFrag, risen: was, pkt: pkt})
+}
+
+// A datagram that begins in the middle rises, all of it, if its source is true
+// and the kernel will route it; else it is dropped, or the host's own as ever.
 func TestFragmentsBeforeTheirFirst(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {
 		f := w.f
@@ -278,25 +314,38 @@ func TestFragmentsBeforeTheirFirst(t *testing.T) {
 			what string
 			at   shot
 			fr   frame
-			want reason
+			want reason // where it is reassembled
+			old  reason // and where not
 		}
-		pod := shot{hook: fromPod, dev: devClient}
+		pod, wire := shot{hook: fromPod, dev: devClient}, shot{hook: fromNetdev, dev: devWire}
+		link := netip.MustParseAddr("fe80::5")
+		noEndpoint := reason(bpf.DpPwReasonPW_DROP_NO_ENDPOINT)
 		tries := []try{
-			{"pod to pod", pod, udp(ap(f.client, 1), ap(f.local, 2)), passed},
-			{"pod to its node", pod, udp(ap(f.client, 1), ap(f.nodeA, 2)), beforeFirst},
-			{"pod under a false name", pod, udp(ap(f.third, 1), ap(f.local, 2)), spoofedSource},
-			{"pod to no pod", pod, udp(ap(f.client, 1), ap(f.free, 2)), bpf.DpPwReasonPW_DROP_NO_ENDPOINT},
-			{"pod to a group", pod, udp(ap(f.client, 1), ap(f.multicast, 2)), multicasted},
-			{"wire to pod", shot{hook: fromNetdev, dev: devWire}, udp(ap(f.world, 1), ap(f.client, 2)), passed},
-			{"wire as another pod", shot{hook: fromNetdev, dev: devWire}, udp(ap(f.local, 1), ap(f.client, 2)), spoofedSource},
-			{"wire to the host", shot{hook: fromNetdev, dev: devWire}, udp(ap(f.world, 1), ap(f.nodeA, 2)), passed},
-			{"tunnel to pod", w.tunnelShot(f.nodeB, nil), udp(ap(f.remote, 1), ap(f.client, 2)), passed},
-			{"tunnel, wrong peer", w.tunnelShot(f.nodeC, nil), udp(ap(f.remote, 1), ap(f.client, 2)), spoofedSource},
-			{"tunnel to the host", w.tunnelShot(f.nodeB, nil), udp(ap(f.remote, 1), ap(f.nodeA, 2)), beforeFirst},
-			{"host to pod", shot{hook: toPod, dev: devClient}, udp(ap(f.nodeA, 1), ap(f.client, 2)), beforeFirst},
-			{"host to service", shot{hook: toOverlay, dev: devOverlay}, udp(ap(f.nodeA, 1), ap(f.vip, svcPort)), beforeFirst},
-			{"host to outside", shot{hook: toNetdev, dev: devWire}, udp(ap(f.nodeA, 1), ap(f.world, 2)), passed},
-			{"host to itself", shot{hook: toLo, dev: devLo}, udp(ap(f.nodeA, 1), ap(f.nodeA, 2)), passed},
+			{"pod to pod", pod, udp(ap(f.client, 1), ap(f.local, 2)), reassembly, beforeFirst},
+			{"pod to its node", pod, udp(ap(f.client, 1), ap(f.nodeA, 2)), reassembly, beforeFirst},
+			{"pod to the world", pod, udp(ap(f.client, 1), ap(f.world, 2)), reassembly, beforeFirst},
+			{"pod under a false name", pod, udp(ap(f.third, 1), ap(f.local, 2)), spoofedSource, spoofedSource},
+			{"pod to no pod", pod, udp(ap(f.client, 1), ap(f.free, 2)), noEndpoint, noEndpoint},
+			{"pod to a group", pod, udp(ap(f.client, 1), ap(f.multicast, 2)), multicasted, multicasted},
+			{"wire to pod", wire, udp(ap(f.world, 1), ap(f.client, 2)), reassembly, beforeFirst},
+			{"wire as another pod", wire, udp(ap(f.local, 1), ap(f.client, 2)), spoofedSource, spoofedSource},
+			{"wire to the host", wire, udp(ap(f.world, 1), ap(f.nodeA, 2)), reassembly, passed},
+			{"another node to the host", wire, udp(ap(f.nodeB, 1), ap(f.nodeA, 2)), reassembly, passed},
+			{"wire to a load balancer", wire, udp(ap(f.world, 1), ap(f.lb, 2)), reassembly, passed},
+			{"wire as a pod to the host", wire, udp(ap(f.local, 1), ap(f.nodeA, 2)), passed, passed},
+			{"wire as the host to itself", wire, udp(ap(f.nodeA, 1), ap(f.nodeA, 2)), passed, passed},
+			{"tunnel to pod", w.tunnelShot(f.nodeB, nil), udp(ap(f.remote, 1), ap(f.client, 2)), reassembly, beforeFirst},
+			{"tunnel, wrong peer", w.tunnelShot(f.nodeC, nil), udp(ap(f.remote, 1), ap(f.client, 2)), spoofedSource, spoofedSource},
+			{"tunnel to the host", w.tunnelShot(f.nodeB, nil), udp(ap(f.remote, 1), ap(f.nodeA, 2)), reassembly, beforeFirst},
+			{"tunnel to the world", w.tunnelShot(f.nodeB, nil), udp(ap(f.remote, 1), ap(f.world, 2)), reassembly, beforeFirst},
+			{"host to pod", shot{hook: toPod, dev: devClient}, udp(ap(f.nodeA, 1), ap(f.client, 2)), beforeFirst, beforeFirst},
+			{"host to service", shot{hook: toOverlay, dev: devOverlay}, udp(ap(f.nodeA, 1), ap(f.vip, svcPort)), beforeFirst, beforeFirst},
+			{"host to outside", shot{hook: toNetdev, dev: devWire}, udp(ap(f.nodeA, 1), ap(f.world, 2)), passed, passed},
+			{"host to itself", shot{hook: toLo, dev: devLo}, udp(ap(f.nodeA, 1), ap(f.nodeA, 2)), passed, passed},
+		}
+		if f.v6 {
+			tries = append(tries, try{"pod to its link", pod, udp(ap(f.client, 1), ap(link, 2)), beforeFirst, beforeFirst},
+				try{"wire to the link", wire, udp(ap(f.world, 1), ap(link, 2)), passed, passed})
 		}
 		for _, old := range []bool{true, false} {
 			if !old {
@@ -306,27 +355,135 @@ func TestFragmentsBeforeTheirFirst(t *testing.T) {
 				t.Run(fmt.Sprintf("%s, old kernel %v", c.what, old), func(t *testing.T) {
 					w.t = t
 					parts := cut(c.fr.with(string(pattern(1000))).bytes(t), uint32(10+i), 496)
-					want, ups := c.want, uint64(0)
-					if d, _ := decode(parts[0]); c.want == passed && d.dst != f.nodeA && d.src != f.nodeA {
-						ups = 1
-						if old {
-							want, ups = beforeFirst, 0
-						}
+					want := c.want
+					if old {
+						want = c.old
 					}
 					for _, part := range []int{2, 1, 0} {
+						if part == 0 && want != reassembly && want != beforeFirst {
+							break // judged like any other
+						}
+						if part == 0 && want == beforeFirst && egress(c.at.hook) {
+							break
+						}
 						s := c.at
 						s.pkt = parts[part]
-						if part == 0 && ups == 0 {
-							if want != beforeFirst {
-								break
-							}
-						}
-						r := w.run(s).ended(want)
-						if r.counts[reassembly] != ups || r.counts[created] != 0 {
-							t.Fatalf("fragment %d: %v", part, r)
-						}
+						w.run(s).is(want)
 					}
 				})
+			}
+		}
+	})
+}
+
+// What has risen comes back as what it was: by every way it goes on like a
+// datagram in order, with the TTL it had, and the receiver finds it right.
+func TestFragmentsRise(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		for i, c := range w.fragRoads() {
+			if egress(c.at.hook) {
+				continue // the stack sends in order
+			}
+			t.Run(c.what, func(t *testing.T) {
+				w := newWorld(t, w.f)
+				w.use(defragging)
+				whole := c.fr.bytes(t)
+				for round := range 2 {
+					parts := cut(whole, uint32(300+2*i+round), 496)
+					var out [][]byte
+					for n, f := range w.rise(c.at, parts) {
+						r := w.risen(c.at.hook, f).ended(c.ends)
+						if first := n == 0 && round == 0; (r.counts[created] == 1) != first || r.counts[reassembly] != 0 {
+							t.Fatalf("fragment %d of datagram %d: %v", n, round, r)
+						}
+						if c.ends == fwdHost && r.mark&0x1000 == 0 {
+							t.Fatal("enters the stack without the mark")
+						}
+						d, _ := decode(parts[0])
+						hops := d.ttl
+						if c.ends != fwdHost {
+							hops--
+						}
+						if r.ttl() != hops {
+							t.Fatalf("TTL %d, want %d", r.ttl(), hops)
+						}
+						out = append(out, r.out)
+					}
+					got := join(t, out)
+					if msg := wrong(got); msg != "" {
+						t.Fatalf("%s\n%x", msg, got)
+					}
+					if d, _ := decode(got); c.dst != "" {
+						if _, p := d.ports(); ap(d.dst, p).String() != c.dst {
+							t.Fatalf("to %v port %d, want %s", d.dst, p, c.dst)
+						}
+					}
+				}
+			})
+		}
+	})
+}
+
+// The host's own goes back to the device that it came in by, as it came, and
+// the hook there lets it by.
+func TestFragmentsRiseForTheHost(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		w.use(defragging)
+		parts := cut(udp(ap(w.f.world, 53), ap(w.f.nodeA, 22)).with(string(pattern(1000))).bytes(t), 3, 496)
+		at := shot{hook: fromNetdev, dev: devWire}
+		for i, f := range w.rise(at, parts) {
+			r := w.risen(fromNetdev, f).is(passed)
+			want := slices.Clone(parts[i])
+			copy(want, w.devs[devWire].mac)
+			if w.f.v6 {
+				copy(want[58:62], f[58:62])
+			} else {
+				copy(want[24:26], r.out[24:26])
+			}
+			if !slices.Equal(r.out, want) || r.action != actRedirect || r.mark != 0 {
+				t.Fatalf("fragment %d: mark %#x\n got  %x\n want %x", i, r.mark, r.out, want)
+			}
+			w.run(shot{hook: fromNetdev, dev: devWire, pkt: r.out}).is(passed)
+		}
+		if !w.f.v6 {
+			// Late copies are the host's, too.
+			w.run(shot{hook: fromNetdev, dev: devWire, pkt: parts[2]}).is(passed)
+		}
+	})
+}
+
+// Nothing but what a hook has sent there comes out, and once.
+func TestFragmentsThatDidNotRise(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		w.use(defragging)
+		f := w.f
+		at := shot{hook: fromPod, dev: devClient}
+		parts := cut(udp(ap(f.client, 1), ap(f.local, 2)).with(string(pattern(1000))).bytes(t), 3, 496)
+		up := w.rise(at, parts)
+		lie := func(change func(pkt []byte)) []byte {
+			pkt := slices.Clone(up[0])
+			change(pkt)
+			return pkt
+		}
+		w.risen(fromPod, lie(func(p []byte) { p[9] ^= 1 })).is(fragmentLost)
+		other := cut(udp(ap(f.client, 1), ap(f.third, 2)).with(string(pattern(1000))).bytes(t), 3, 496)[0]
+		w.risen(fromPod, lie(func(p []byte) { copy(p[14:], other[14:]) })).is(fragmentLost)
+		// Of those that came back, too, the first comes first.
+		w.risen(fromPod, up[1]).is(beforeFirst)
+		w.risen(fromPod, up[0]).ended(fwdLocal)
+		w.risen(fromPod, up[1]).ended(fwdLocal)
+		// The kernel takes nobody's frames but ours.
+		r := w.fire(shot{hook: fromFrag, dev: devFrag, pkt: up[0], other: true})
+		if r.action != actDrop || len(r.counts) != 0 {
+			t.Errorf("a frame for somebody else: action %d, %v", int32(r.action), r)
+		}
+		// Small ones of IPv6 come back in one piece.
+		if f.v6 {
+			whole := udp(ap(f.client, 1), ap(f.local, 2)).with(string(pattern(1000))).bytes(t)
+			copy(whole[6:12], up[0][6:12])
+			r := w.risen(fromPod, whole).ended(fwdLocal)
+			if msg := wrong(r.out); msg != "" {
+				t.Error(msg)
 			}
 		}
 	})

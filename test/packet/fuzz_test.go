@@ -408,7 +408,7 @@ func (w *world) liven() map[hook][]frame {
 
 // everything is a datapath that does all that is not done unless asked for.
 var everything = sync.OnceValues(func() (*datapath, error) {
-	return load(loader.Config{FlowsMax: 32768, FlowsNewMax: 32768, DSR: true, Defrag: true})
+	return load(loader.Config{FlowsMax: 32768, FlowsNewMax: 32768, DSR: true, FragIfindex: reassembles})
 })
 
 // TestFuzz has every hook see thousands of packets, from right ones to
@@ -441,31 +441,34 @@ func TestFuzz(t *testing.T) {
 func (w *world) fuzzHooks(t *testing.T, ways func(), expected ...reason) {
 	total := make(map[reason]uint64)
 	for _, h := range allHooks() {
-		t.Run(maps.HookName(h), func(t *testing.T) {
-			w.t = t
-			for _, hostile := range []bool{false, true} {
-				w.fill()
-				ways()
-				w.firsts, w.queue, w.live = make(map[datagramKey]int), nil, nil
-				w.live = w.liven()[h]
-				r := rand.New(rand.NewPCG(*fuzzSeed, uint64(h)))
-				n := *fuzzPackets
-				if hostile {
-					n /= 3
-				}
-				for i := range n {
-					if hostile && i%50 == 0 {
-						w.poison(r)
-					}
-					w.fuzz(r, h, i, hostile, total)
-				}
-			}
-		})
+		t.Run(maps.HookName(h), func(t *testing.T) { w.fuzzHook(t, ways, h, total) })
 	}
 	t.Logf("seed %d: %d reasons were seen", *fuzzSeed, len(total))
 	for _, why := range expected {
 		if total[why] == 0 && !t.Failed() && *fuzzPackets >= 1000 {
 			t.Errorf("no packet of them all was counted as %s", maps.ReasonName(why))
+		}
+	}
+}
+
+// fuzzHook does so at one, and adds to total what was counted.
+func (w *world) fuzzHook(t *testing.T, ways func(), h hook, total map[reason]uint64) {
+	w.t = t
+	for _, hostile := range []bool{false, true} {
+		w.fill()
+		ways()
+		w.firsts, w.queue, w.live = make(map[datagramKey]int), nil, nil
+		w.live = w.liven()[h]
+		r := rand.New(rand.NewPCG(*fuzzSeed, uint64(h)))
+		n := *fuzzPackets
+		if hostile {
+			n /= 3
+		}
+		for i := range n {
+			if hostile && i%50 == 0 {
+				w.poison(r)
+			}
+			w.fuzz(r, h, i, hostile, total)
 		}
 	}
 }
@@ -485,6 +488,41 @@ func (w *world) fuzz(r *rand.Rand, h hook, i int, hostile bool, total map[reason
 	}
 	for why, n := range res.counts {
 		total[why] += n
+	}
+	if res.counts[reassembly] != 0 {
+		w.fuzzRisen(r, h, i, hostile, res.out)
+	}
+}
+
+// fuzzRisen sends what rose at a hook, or what has become of it, out of the
+// reassembly: nothing of it enters the stack as it is, none but a first fragment
+// begins a flow, and what was right stays right.
+func (w *world) fuzzRisen(r *rand.Rand, was hook, i int, hostile bool, pkt []byte) {
+	w.t.Helper()
+	if r.IntN(3) == 0 {
+		pkt = damage(r, slices.Clone(pkt))
+	}
+	for len(pkt) < 54 {
+		pkt = append(pkt, 0)
+	}
+	res := w.fire(shot{hook: fromFrag, dev: devFrag, risen: was, pkt: pkt, hostile: hostile, other: r.IntN(9) == 0})
+	msg := res.spoiled()
+	_, off, cut := w.datagram(res.shot, pkt)
+	_, one := res.ends()
+	switch {
+	case msg != "":
+	case res.action == actNext:
+		msg = "enters the stack by the reassembly's device"
+	case res.counts[reassembly] != 0:
+		msg = "rises again"
+	case cut && off != 0 && res.counts[created] != 0:
+		msg = "a later fragment began a flow"
+	case !one && !res.told() && !res.shot.other:
+		msg = "not exactly one outcome"
+	}
+	if msg != "" {
+		w.t.Fatalf("seed %d, packet %d, risen at %s, hostile maps %v: %s: %v, action %d\n in  %x\n out %x",
+			*fuzzSeed, i, maps.HookName(was), hostile, msg, res, int32(res.action), pkt, res.out)
 	}
 }
 

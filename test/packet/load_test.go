@@ -10,11 +10,11 @@ import (
 
 // The verifier's work is logged, so that growth is seen before it is a limit.
 func TestAllProgramsLoad(t *testing.T) {
-	d, err := standard()
+	d, err := defragging()
 	if err != nil {
 		t.Fatal(err)
 	}
-	programs := map[string]*ebpf.Program{"slow": d.objs.Slow}
+	programs := map[string]*ebpf.Program{"slow": d.objs.Slow, "fragment": d.objs.Fragment, "from_frag": d.objs.FromFrag, "from_pod_judge": d.objs.FromPodJudge, "from_pod_send": d.objs.FromPodSend}
 	for _, h := range hooks() {
 		programs[maps.HookName(h)] = d.program(h)
 	}

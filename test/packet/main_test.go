@@ -26,13 +26,14 @@ const (
 	devWire    = "eth0"
 	devWire2   = "eth1"
 	devOverlay = "podweir.vxlan"
+	devFrag    = "podweir.frag"
 	devLo      = "lo"
 )
 
 func TestMain(m *testing.M) { testns.Main(m, makeDevices) }
 
 func makeDevices() error {
-	for _, name := range []string{"lo", devClient, devLocal, devThird, devWire, devWire2, devOverlay} {
+	for _, name := range []string{"lo", devClient, devLocal, devThird, devWire, devWire2, devOverlay, devFrag} {
 		if name != "lo" {
 			err := netlink.LinkAdd(&netlink.Veth{
 				LinkAttrs: netlink.LinkAttrs{Name: name}, PeerName: "x" + name,
@@ -108,6 +109,9 @@ func findDevices() (map[string]device, error) {
 	return out, nil
 }
 
+// reassembles stands for the index of podweir.frag.
+const reassembles = -1
+
 // datapath is one loaded copy of the programs with maps of its own.
 type datapath struct {
 	objs  bpf.DpObjects
@@ -136,6 +140,9 @@ func loadAs(cfg loader.Config, change func(*ebpf.CollectionSpec)) (*datapath, er
 		return nil, err
 	}
 	cfg.OverlayIfindex = d.devs[devOverlay].index
+	if cfg.FragIfindex == reassembles {
+		cfg.FragIfindex = d.devs[devFrag].index
+	}
 	spec, err := loader.Spec(cfg)
 	if err != nil {
 		return nil, err
@@ -181,6 +188,8 @@ func (d *datapath) program(h hook) *ebpf.Program {
 		return d.objs.ToNetdev
 	case toLo:
 		return d.objs.ToLo
+	case fromFrag:
+		return d.objs.FromFrag
 	}
 	return d.objs.ToOverlay
 }

@@ -26,6 +26,7 @@ const (
 	toOverlay   = bpf.DpPwHookPW_TO_OVERLAY
 	toNetdev    = bpf.DpPwHookPW_TO_NETDEV
 	toLo        = bpf.DpPwHookPW_TO_LO
+	fromFrag    = bpf.DpPwHookPW_FROM_FRAG
 )
 
 // hooks that own what they see: what cannot be parsed there is dropped. At
@@ -98,6 +99,8 @@ type shot struct {
 	other  bool // leave the destination MAC alone: a frame for somebody else
 
 	hostile bool // the maps hold nonsense
+
+	risen hook // fromFrag: the hook that sent it there
 }
 
 type result struct {
@@ -167,11 +170,15 @@ func (w *world) run(s shot) *result {
 
 func (w *world) fire(s shot) *result {
 	w.t.Helper()
+	return w.filter(s, w.shoot)
+}
+
+func (w *world) shoot(s shot, p *ebpf.Program) *result {
+	w.t.Helper()
 	s.pkt = append([]byte(nil), s.pkt...)
 	if !s.other && len(s.pkt) >= 6 {
 		copy(s.pkt, w.devs[s.dev].mac)
 	}
-	p := w.program(s.hook)
 	if s.hook == fromOverlay && s.tunnel != (tunnelKey{}) {
 		var err error
 		if p, err = w.gate(s.tunnel); err != nil {
@@ -213,7 +220,7 @@ func (w *world) fire(s shot) *result {
 		if n -= before[row]; n == 0 {
 			continue
 		}
-		if row.hook != s.hook {
+		if row.hook != s.hook && (s.hook != fromFrag || row.hook != s.risen) {
 			w.t.Fatalf("a packet at %s was counted at %s", maps.HookName(s.hook), maps.HookName(row.hook))
 		}
 		r.counts[row.reason] += n
@@ -247,7 +254,7 @@ func (r *result) ends() (reason, bool) {
 	var found reason
 	n := uint64(0)
 	for why, count := range r.counts {
-		if why < hit || why == fwdIPIP || maps.IsDrop(why) {
+		if why < hit || why == fwdIPIP || why == reassembly || maps.IsDrop(why) {
 			found, n = why, n+count
 		}
 	}
@@ -284,8 +291,10 @@ func (r *result) broken() string {
 		want = actRedirect
 	case maps.IsDrop(why):
 		want = actDrop
+	case r.shot.hook == fromFrag:
+		want = actRedirect // nothing enters the stack by that device
 	case stays:
-	case why == fwdWire, why == fwdEncap, why == fwdDecap, why == fwdDirect, why == fwdIPIP, why == fwdTunnel && r.shot.hook != toOverlay, why == fwdLocal && r.shot.hook != toPod:
+	case why == fwdWire, why == fwdEncap, why == fwdDecap, why == fwdDirect, why == fwdIPIP, why == reassembly, why == fwdTunnel && r.shot.hook != toOverlay, why == fwdLocal && r.shot.hook != toPod:
 		want = actRedirect
 	case why == fwdHost && (r.newSource() && (r.shot.hook == fromPod || r.shot.hook == fromNetdev) || egress(r.shot.hook) && r.shot.hook != toLo ||
 		r.shot.hook == fromNetdev && r.mark&0x1000 != 0):
@@ -298,7 +307,7 @@ func (r *result) broken() string {
 	if msg := r.unanswered(); msg != "" {
 		return msg
 	}
-	if why == passed && !slices.Equal(r.out, r.shot.pkt) {
+	if why == passed && r.shot.hook != fromFrag && !slices.Equal(r.out, r.shot.pkt) {
 		return "a packet left to the kernel was changed"
 	}
 	return ""

@@ -36,10 +36,12 @@ func (w *world) insane(r *result, hostile bool) string {
 		if hostile {
 			return ""
 		}
-		if r.counts[reassembly] != 0 {
-			return w.wrongRise(r)
-		}
 		return w.wrongPass(r)
+	case why == reassembly:
+		if hostile {
+			return ""
+		}
+		return w.wrongRise(r)
 	case r.told():
 		return "" // see unanswered
 	case maps.IsDrop(why):
@@ -461,16 +463,34 @@ func (w *world) wrongLater(r *result, in []byte) string {
 	return ""
 }
 
-// wrongRise: what the kernel is left to reassemble is in fragments, from who it
-// says, for a pod, and none of what only the frame tells about.
+// wrongRise: what the kernel is given to reassemble is in fragments, from who
+// it says, as far as the place tells, for somebody it routes to, and unchanged
+// but for its frame and TTL.
 func (w *world) wrongRise(r *result) string {
 	in, f := r.shot.pkt, w.f
 	d, ok := decode(in)
+	if src, dst, six := ends(in); !ok && six && len(in) >= 62 && src.Is6() && in[20] == 44 && binary.BigEndian.Uint16(in[56:])&0xfff9 != 0 {
+		// What stands behind the fragment header is looked at when it is whole.
+		d.src, d.dst, d.v6, d.fragment, ok = src, dst, src.Is6(), true, true
+	}
 	if !ok || !d.fragment || !w.defrags {
-		return "left to be reassembled without need or use"
+		return "reassembled without need or use"
 	}
 	if d.dst.IsMulticast() || f.podsA.Contains(d.dst) && !f.here(d.dst) {
-		return fmt.Sprintf("left to be reassembled for %v", d.dst)
+		return fmt.Sprintf("reassembled for %v", d.dst)
+	}
+	ttl := 22
+	if d.v6 {
+		ttl = 21
+	}
+	back := slices.Clone(r.out)
+	copy(back, in[:12])
+	back[ttl] = in[ttl]
+	if !d.v6 {
+		copy(back[24:26], in[24:26])
+	}
+	if !slices.Equal(back, in) || r.out[ttl] < 2 || r.mark != r.shot.mark {
+		return "what is reassembled was changed"
 	}
 	if d.v6 != f.v6 {
 		return ""
@@ -478,19 +498,16 @@ func (w *world) wrongRise(r *result) string {
 	switch r.shot.hook {
 	case fromPod:
 		if d.src != f.client {
-			return fmt.Sprintf("a pod's fragment from %v was left to be reassembled", d.src)
+			return fmt.Sprintf("a pod's fragment from %v was reassembled", d.src)
 		}
 	case fromNetdev:
-		if f.clustered(d.src) || never(d.src) || !f.here(d.dst) {
-			return fmt.Sprintf("the wire's fragment from %v to %v was left to be reassembled", d.src, d.dst)
+		if f.clustered(d.src) || never(d.src) {
+			return fmt.Sprintf("the wire's fragment from %v to %v was reassembled", d.src, d.dst)
 		}
 	case fromOverlay:
-		if says(in) != 0 || !f.here(d.dst) {
-			return "the tunnel's fragment was left to be reassembled"
-		}
 		return w.notBehind(r, in, d.src, maps.FromAddr(r.shot.tunnel.peer))
 	default:
-		return "the host's own fragment was left to be reassembled"
+		return "the host's own fragment was reassembled"
 	}
 	return ""
 }

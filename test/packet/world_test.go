@@ -106,6 +106,8 @@ type world struct {
 	f family
 	*datapath
 	live []frame // of flows that are there, see liven
+	// What pods send passes filters of others, see filter.
+	filtered bool
 
 	// What TestFuzz is about.
 	firsts       map[datagramKey]int // the headers of first fragments
@@ -127,7 +129,7 @@ func newWorld(t testing.TB, f family) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &world{t: t, f: f, datapath: d}
+	w := &world{t: t, f: f, datapath: d, filtered: *allFiltered}
 	w.fill()
 	return w
 }

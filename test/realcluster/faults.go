@@ -8,7 +8,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -55,27 +54,9 @@ func (c Config) Dial(ctx context.Context, node, network, addr string) (net.Conn,
 	if err != nil {
 		return nil, err
 	}
-	type result struct {
-		conn net.Conn
-		err  error
-	}
-	done := make(chan result, 1)
-	go func() {
-		// The thread stays in the node's namespace: it ends with this goroutine.
-		runtime.LockOSThread()
-		ns, err := os.Open("/run/netns/" + n.netns())
-		if err == nil {
-			err = errors.Join(unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET), ns.Close())
-		}
-		if err != nil {
-			done <- result{nil, fmt.Errorf("enter node %s: %w", node, err)}
-			return
-		}
-		conn, err := (&net.Dialer{Timeout: 5 * time.Second, FallbackDelay: -1}).DialContext(ctx, network, addr)
-		done <- result{conn, err}
-	}()
-	r := <-done
-	return r.conn, r.err
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	return dialer(n.netns())(ctx, network, addr)
 }
 
 // LogFile is a file that a process of a node writes: kubelet, containerd.
@@ -88,31 +69,42 @@ func (c Config) LogFile(node, name string) (string, error) {
 // a line.
 func (c Config) AuditLog() string { return c.cp("log", "audit") }
 
+// cutRules keep a node and the API server from each other.
+var cutRules = [][]string{
+	{"INPUT", "-s", hostIP, "-p", "tcp", "--sport", "6443", "-j", "REJECT", "--reject-with", "tcp-reset"},
+	{"OUTPUT", "-d", hostIP, "-p", "tcp", "--dport", "6443", "-j", "REJECT", "--reject-with", "tcp-reset"},
+}
+
 // Cut is a node's connection to the API server, cut in both directions: what
-// is under way is reset. mend makes it whole again.
+// is under way is reset. mend makes it whole again, as does Mend.
 func (c Config) Cut(ctx context.Context, node string) (mend func() error, err error) {
 	n, err := c.find(node)
 	if err != nil {
 		return nil, err
 	}
-	in := []string{"INPUT", "-s", hostIP, "-p", "tcp", "--sport", "6443", "-j", "REJECT", "--reject-with", "tcp-reset"}
-	out := []string{"OUTPUT", "-d", hostIP, "-p", "tcp", "--dport", "6443", "-j", "REJECT", "--reject-with", "tcp-reset"}
-	var errs []error
-	for _, rule := range [][]string{in, out} {
-		errs = append(errs, n.run(ctx, append([]string{"iptables", "-w", "-I"}, rule...)...))
-	}
-	mend = func() error {
-		ctx := context.WithoutCancel(ctx)
-		var errs []error
-		for _, rule := range [][]string{in, out} {
-			errs = append(errs, n.run(ctx, append([]string{"iptables", "-w", "-D"}, rule...)...))
+	mend = func() error { return c.Mend(context.WithoutCancel(ctx), node) }
+	for _, rule := range cutRules {
+		if err := n.run(ctx, append([]string{"iptables", "-w", "-I"}, rule...)...); err != nil {
+			return nil, errors.Join(err, mend())
 		}
-		return errors.Join(errs...)
-	}
-	if err := errors.Join(errs...); err != nil {
-		return nil, errors.Join(err, mend())
 	}
 	return mend, nil
+}
+
+// Mend takes back all that Cut did to a node.
+func (c Config) Mend(ctx context.Context, node string) error {
+	n, err := c.find(node)
+	if err != nil {
+		return err
+	}
+	for _, rule := range cutRules {
+		for n.run(ctx, append([]string{"iptables", "-w", "-C"}, rule...)...) == nil {
+			if err := n.run(ctx, append([]string{"iptables", "-w", "-D"}, rule...)...); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // StopPart ends a process of the control plane: kube-apiserver, say.
@@ -180,16 +172,11 @@ func (c Config) PowerOff(ctx context.Context, node string) error {
 	if err != nil {
 		return err
 	}
+	if running(n.record()) == 0 {
+		return fmt.Errorf("node %s is not up", node)
+	}
 	// The cable first: nobody hears that it ends.
-	errs := []error{removeDevice(ctx, n.veth()), stopProcess(n.record(), 0)}
-	for _, name := range []string{"containerd", "kubelet"} {
-		errs = append(errs, stopProcess(n.path("run", name), 0))
-	}
-	if _, err := os.Stat("/run/netns/" + n.netns()); err == nil {
-		errs = append(errs, run(ctx, "ip", "netns", "del", n.netns()))
-	}
-	errs = append(errs, n.removeCgroups(ctx))
-	return errors.Join(errs...)
+	return errors.Join(n.removeNetwork(ctx), n.end(ctx))
 }
 
 // PowerOn starts a node over what it has on disk.
@@ -197,6 +184,9 @@ func (c Config) PowerOn(ctx context.Context, node string) error {
 	n, err := c.find(node)
 	if err != nil {
 		return err
+	}
+	if running(n.record()) != 0 {
+		return fmt.Errorf("node %s is up", node)
 	}
 	return c.startNode(ctx, n, nil)
 }

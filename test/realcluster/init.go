@@ -22,7 +22,7 @@ func (c Config) NodeInit(name string) error {
 	if os.Getpid() != 1 {
 		return errors.New("node-init is for process 1 of a node's namespaces")
 	}
-	if err := n.mounts(c); err != nil {
+	if err := n.mounts(); err != nil {
 		return fmt.Errorf("mounts of node %s: %w", name, err)
 	}
 	if err := unix.Sethostname([]byte(name)); err != nil {
@@ -46,7 +46,7 @@ func (c Config) NodeInit(name string) error {
 
 // mounts are made in this order; each is private to the node until the last
 // line, which shares them with the mount namespaces of its containers.
-func (n Node) mounts(c Config) error {
+func (n Node) mounts() error {
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 		return err
 	}
@@ -87,17 +87,13 @@ func (n Node) mounts(c Config) error {
 			return fmt.Errorf("mount %s on %s: %w", m.source, m.target, err)
 		}
 	}
-	// What a node has from its installation: folders, the runtime's own plugin.
-	for _, d := range []string{"/run/containerd", "/run/netns", "/run/lock", "/opt/cni/bin", "/var/lib/kubelet", "/etc/cni/net.d"} {
+	// What a node has from its installation.
+	for _, d := range []string{"/run/containerd", "/run/netns", "/run/lock", "/var/lib/kubelet", "/etc/cni/net.d"} {
 		if err := os.MkdirAll(d, 0o755); err != nil {
 			return err
 		}
 	}
-	data, err := os.ReadFile(c.bin("loopback"))
-	if err != nil {
-		return err
-	}
-	return os.WriteFile("/opt/cni/bin/loopback", data, 0o755)
+	return nil
 }
 
 // detachBelow unmounts everything below a folder, the last mounted first.
@@ -110,7 +106,9 @@ func detachBelow(dir string) error {
 	slices.Reverse(lines)
 	for _, l := range lines {
 		if f := strings.Fields(l); len(f) > 4 && strings.HasPrefix(f[4], dir) {
-			if err := unix.Unmount(f[4], unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) {
+			// Gone with its folder, or hidden by another mount.
+			gone := func(err error) bool { return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOENT) }
+			if err := unix.Unmount(f[4], unix.MNT_DETACH); err != nil && !gone(err) {
 				return fmt.Errorf("unmount %s: %w", f[4], err)
 			}
 		}

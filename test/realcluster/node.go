@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -63,26 +64,30 @@ func (n Node) makeCgroups() error {
 	return nil
 }
 
-// removeCgroups removes them with all that the kubelet made below.
-func (n Node) removeCgroups(ctx context.Context) error {
+// removeCgroups removes a cgroup with all that was made below, and ends who is
+// left there.
+func removeCgroups(ctx context.Context, name string) error {
 	all, err := hierarchies()
 	if err != nil {
 		return nil // there are none then
 	}
-	return until(ctx, "cgroups of "+n.Name, "", "", 20*time.Second, func() error {
-		var errs []error
+	return until(ctx, "cgroups "+name, "", "", 20*time.Second, func() error {
+		err := os.WriteFile(filepath.Join(cgroupRoot, "unified", name, "cgroup.kill"), []byte("1"), 0)
+		if errors.Is(err, fs.ErrNotExist) {
+			err = nil
+		}
+		errs := []error{err}
 		for _, h := range all {
 			var dirs []string
-			top := filepath.Join(cgroupRoot, h, n.cgroup())
-			_ = filepath.WalkDir(top, func(p string, d fs.DirEntry, err error) error {
+			_ = filepath.WalkDir(filepath.Join(cgroupRoot, h, name), func(p string, d fs.DirEntry, err error) error {
 				if err == nil && d.IsDir() {
 					dirs = append(dirs, p)
 				}
 				return nil
 			})
-			for i := range dirs {
-				if err := unix.Rmdir(dirs[len(dirs)-1-i]); err != nil && !errors.Is(err, fs.ErrNotExist) {
-					errs = append(errs, fmt.Errorf("%s: %w", dirs[len(dirs)-1-i], err))
+			for _, d := range slices.Backward(dirs) {
+				if err := unix.Rmdir(d); err != nil && !errors.Is(err, fs.ErrNotExist) {
+					errs = append(errs, fmt.Errorf("%s: %w", d, err))
 				}
 			}
 		}
@@ -90,65 +95,15 @@ func (n Node) removeCgroups(ctx context.Context) error {
 	})
 }
 
-// makeBridge makes the nodes' network, with the machine as one who is outside.
-func makeBridge(ctx context.Context) error {
-	if _, err := os.Stat("/sys/class/net/" + bridge); err == nil {
-		return nil
-	}
-	for _, line := range []string{
-		"link add " + bridge + " type bridge", "addr add " + hostIP + "/24 dev " + bridge,
-		"addr add " + hostIP6 + "/64 dev " + bridge + " nodad", "link set " + bridge + " up",
-	} {
-		if err := run(ctx, "ip", strings.Fields(line)...); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// removeDevice removes a device of the machine, if it is there.
-func removeDevice(ctx context.Context, name string) error {
-	there := func() bool {
-		_, err := os.Stat("/sys/class/net/" + name)
-		return err == nil
-	}
-	if !there() {
-		return nil
-	}
-	if err := run(ctx, "ip", "link", "del", name); err != nil && there() {
-		return err
-	}
-	return nil
-}
-
-// makeNetwork makes the node's network namespace and its device on the bridge.
-func (n Node) makeNetwork(ctx context.Context) error {
-	if _, err := os.Stat("/run/netns/" + n.netns()); err == nil {
-		return nil
-	}
-	in := "-n " + n.netns() + " "
-	for _, line := range []string{
-		"netns add " + n.netns(),
-		"link add " + n.veth() + " type veth peer name eth0 netns " + n.netns(),
-		"link set " + n.veth() + " master " + bridge + " up",
-		in + "addr add " + n.IP + "/24 dev eth0", in + "addr add " + n.IP6 + "/64 dev eth0 nodad",
-		in + "link set lo up", in + "link set eth0 up",
-		in + "route add default via " + hostIP, in + "-6 route add default via " + hostIP6,
-	} {
-		if err := run(ctx, "ip", strings.Fields(line)...); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
 func (n Node) record() string         { return n.path("run", "init") }
 func (n Node) log(name string) string { return n.path("log", name) }
 
 // inCgroup has a command start in the node's cgroup (v2), which its children
 // inherit: sockets of the node's processes are told by it.
-func (n Node) inCgroup(cmd *exec.Cmd) (done func(), err error) {
-	dir, err := os.Open(filepath.Join(cgroupRoot, "unified", n.cgroup()))
+func (n Node) inCgroup(cmd *exec.Cmd) (done func(), err error) { return inCgroup(cmd, n.cgroup()) }
+
+func inCgroup(cmd *exec.Cmd, name string) (done func(), err error) {
+	dir, err := os.Open(filepath.Join(cgroupRoot, "unified", name))
 	if err != nil {
 		return nil, err
 	}
@@ -195,12 +150,49 @@ func (n Node) start(name string, args ...string) error {
 	return startProcess(n.path("run", name), n.log(name), cmd)
 }
 
-// startNode makes a node and starts its runtime and kubelet.
+// startNode makes a node and starts its runtime and kubelet, or what of it does
+// not run.
 func (c Config) startNode(ctx context.Context, n Node, images []string) error {
-	if running(n.record()) != 0 {
+	if running(n.record()) == 0 {
+		if err := c.boot(ctx, n); err != nil {
+			return err
+		}
+	}
+	if running(n.path("run", "containerd")) == 0 {
+		if err := n.start("containerd", "containerd", "--config", n.path("containerd.toml")); err != nil {
+			return err
+		}
+	}
+	err := until(ctx, "containerd of "+n.Name, n.path("run", "containerd"), n.log("containerd"), time.Minute, func() error {
+		return n.run(ctx, "ctr", "version")
+	})
+	if err != nil {
+		return err
+	}
+	for _, a := range images {
+		if err := n.run(ctx, "ctr", "-n", "k8s.io", "images", "import", a); err != nil {
+			return err
+		}
+	}
+	if running(n.path("run", "kubelet")) == 0 {
+		if err := c.startKubelet(n); err != nil {
+			return err
+		}
+	}
+	if c.podweir() {
 		return nil
 	}
-	for _, d := range []string{"var-lib", "var-log", "etc", "etc-work", "opt", "cgroup", "log", "run"} {
+	return c.startPlain(ctx, n)
+}
+
+func (c Config) startKubelet(n Node) error {
+	return n.start("kubelet", c.bin("kubelet"), "--config="+n.path("kubelet.yaml"), "--kubeconfig="+c.kubeconfig("node-"+n.Name),
+		"--hostname-override="+n.Name, "--node-ip="+n.IP+","+n.IP6, "--v=2")
+}
+
+// boot makes what a node consists of and starts its init.
+func (c Config) boot(ctx context.Context, n Node) error {
+	for _, d := range []string{"var-lib", "var-log", "etc", "etc-work", "opt/cni/bin", "cgroup", "log", "run"} {
 		if err := os.MkdirAll(n.path(d), 0o755); err != nil {
 			return err
 		}
@@ -214,10 +206,14 @@ func (c Config) startNode(ctx context.Context, n Node, images []string) error {
 	if err := c.nodeFiles(n); err != nil {
 		return err
 	}
+	// The runtime's own plugin: others come with what is installed.
+	if err := copyFile(n.path("opt", "cni", "bin", "loopback"), c.bin("loopback"), 0o755); err != nil {
+		return err
+	}
 	// nsenter becomes the program it runs, and so init.
 	self := filepath.Join(c.Tree, "bin", "pw-cluster")
-	cmd := exec.Command("nsenter", "--net=/run/netns/"+n.netns(), "--", self, "node-init", n.Name)
-	cmd.Env = append(os.Environ(), "PODWEIR_CLUSTER_STATE="+c.State)
+	cmd := exec.Command("nsenter", "--net=/run/netns/"+n.netns(), "--", self, "node-init", c.State, n.Name)
+	cmd.Env = append(os.Environ(), "PODWEIR_CLUSTER_NAME="+c.Name)
 	done, err := n.inCgroup(cmd)
 	if err != nil {
 		return err
@@ -228,53 +224,37 @@ func (c Config) startNode(ctx context.Context, n Node, images []string) error {
 	if err := startProcess(n.record(), n.log("init"), cmd); err != nil {
 		return err
 	}
-	err = until(ctx, "node "+n.Name, n.record(), n.log("init"), 30*time.Second, func() error {
+	return until(ctx, "node "+n.Name, n.record(), n.log("init"), 30*time.Second, func() error {
 		_, err := os.Stat(n.path("run", "mounted"))
 		return err
 	})
-	if err != nil {
-		return err
-	}
-	if err := n.start("containerd", "containerd", "--config", n.path("containerd.toml")); err != nil {
-		return err
-	}
-	err = until(ctx, "containerd of "+n.Name, n.path("run", "containerd"), n.log("containerd"), time.Minute, func() error {
-		return n.run(ctx, "ctr", "version")
-	})
-	if err != nil {
-		return err
-	}
-	for _, a := range images {
-		if err := n.run(ctx, "ctr", "-n", "k8s.io", "images", "import", a); err != nil {
-			return err
-		}
-	}
-	return c.startKubelet(n)
 }
 
-func (c Config) startKubelet(n Node) error {
-	return n.start("kubelet", c.bin("kubelet"), "--config="+n.path("kubelet.yaml"), "--kubeconfig="+c.kubeconfig("node-"+n.Name),
-		"--hostname-override="+n.Name, "--node-ip="+n.IP+","+n.IP6, "--v=2")
+func copyFile(to, from string, mode fs.FileMode) error {
+	data, err := os.ReadFile(from)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(to, data, mode)
 }
 
 // stopNode ends a node and removes what it was made of.
 func (c Config) stopNode(ctx context.Context, n Node) error {
-	// With its init the kernel ends all processes of a pid namespace, and with
-	// the last of them the mounts are gone.
-	errs := []error{stopProcess(n.record(), 0)}
-	for _, name := range []string{"containerd", "kubelet"} {
-		errs = append(errs, stopProcess(n.path("run", name), 2*time.Second))
-	}
-	// The device first: with its namespace it would go at a time of its own.
-	errs = append(errs, removeDevice(ctx, n.veth()))
-	if _, err := os.Stat("/run/netns/" + n.netns()); err == nil {
-		errs = append(errs, run(ctx, "ip", "netns", "del", n.netns()))
-	}
-	errs = append(errs, n.removeCgroups(ctx))
-	if err := errors.Join(errs...); err != nil {
+	if err := errors.Join(n.end(ctx), n.removeNetwork(ctx)); err != nil {
 		return fmt.Errorf("node %s: %w", n.Name, err)
 	}
 	return until(ctx, "files of "+n.Name, "", "", 20*time.Second, func() error { return os.RemoveAll(n.dir) })
+}
+
+// end ends all processes of a node, from one moment to the next.
+func (n Node) end(ctx context.Context) error {
+	// With its init the kernel ends all processes of a pid namespace, and with
+	// the last of them the mounts are gone.
+	errs := []error{stopProcess(n.record(), 0)}
+	for _, name := range []string{"containerd", "kubelet", "kube-proxy"} {
+		errs = append(errs, stopProcess(n.path("run", name), 2*time.Second))
+	}
+	return errors.Join(append(errs, removeCgroups(ctx, n.cgroup()))...)
 }
 
 // nodeFiles writes the configurations of containerd and kubelet.

@@ -127,11 +127,16 @@ contexts: [{name: podweir, context: {cluster: podweir, user: %[3]s}}]
 current-context: podweir
 `, apiserver, p.path("ca.crt"), name, p.path(name+".crt"), p.path(name+".key")), 0o600))
 	}
-	user("admin", "admin", "system:masters")
 	user("controller-manager", "system:kube-controller-manager", "")
+	user("kube-proxy", "system:kube-proxy", "")
 	user("scheduler", "system:kube-scheduler", "")
 	for _, n := range c.nodes() {
 		user("node-"+n.Name, "system:node:"+n.Name, "system:nodes", n.Name, n.IP, n.IP6)
 	}
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	// The last: who finds it finds all of them.
+	user("admin", "admin", "system:masters")
 	return errors.Join(errs...)
 }

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 )
 
 // Versions and the address plan.
@@ -26,16 +27,29 @@ const (
 
 // Config says what to bring up.
 type Config struct {
+	// Name tells clusters of one machine apart. Without one it is the cluster
+	// in the machine's own network; any other is in a network namespace as a
+	// whole, so all have the same addresses and devices.
+	Name  string
 	Tree  string // of podweir
 	Cache string // for binaries and images of Kubernetes
 	State string // for everything else
 	Nodes int
 	Image string // archive of podweir's image
+	Proxy string // who does services, see Choose
+	CNI   string // who connects pods
 	Out   func(format string, args ...any)
 }
 
+// names of clusters are parts of those of namespaces, cgroups and folders.
+var names = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?$`)
+
 // Default is the configuration that the environment asks for.
 func Default(tree string) (Config, error) {
+	name := os.Getenv("PODWEIR_CLUSTER_NAME")
+	if name != "" && !names.MatchString(name) {
+		return Config{}, fmt.Errorf("PODWEIR_CLUSTER_NAME is %q: up to 32 small letters, digits and inner hyphens name a cluster", name)
+	}
 	home, err := os.UserHomeDir()
 	if err != nil {
 		return Config{}, fmt.Errorf("no home folder: set HOME, or PODWEIR_CLUSTER_CACHE and PODWEIR_CLUSTER_STATE: %w", err)
@@ -50,21 +64,52 @@ func Default(tree string) (Config, error) {
 		}
 		return filepath.Join(base, "podweir", "cluster")
 	}
-	return Config{
+	state := dir("PODWEIR_CLUSTER_STATE", "XDG_STATE_HOME", ".local/state")
+	if name != "" {
+		state += "-" + name
+	}
+	c := Config{
+		Name:  name,
 		Tree:  tree,
 		Cache: filepath.Join(dir("PODWEIR_CLUSTER_CACHE", "XDG_CACHE_HOME", ".cache"), Version),
-		State: dir("PODWEIR_CLUSTER_STATE", "XDG_STATE_HOME", ".local/state"),
+		State: state,
 		Nodes: 3,
 		Image: filepath.Join(tree, "bin", "podweir-image.tar"),
 		Out:   func(format string, args ...any) { fmt.Printf(format+"\n", args...) },
-	}, nil
+	}
+	return c, c.Choose("", "")
 }
 
 func (c Config) bin(name string) string { return filepath.Join(c.Cache, "bin", name) }
+
+// Bin is where a binary that was built is.
+func (c Config) Bin(name string) string { return c.bin(name) }
+
 func (c Config) cp(elem ...string) string {
 	return filepath.Join(append([]string{c.State, "cp"}, elem...)...)
 }
 func (c Config) kubeconfig(name string) string { return c.cp(name + ".kubeconfig") }
+
+// label begins the names of what a cluster has of the machine: namespaces and
+// cgroups.
+func (c Config) label() string {
+	if c.Name == "" {
+		return "podweir"
+	}
+	return "podweir-" + c.Name
+}
+
+// host is the network namespace that the cluster is in; none: the machine's
+// own.
+func (c Config) host() string {
+	if c.Name == "" {
+		return ""
+	}
+	return c.label() + "-host"
+}
+
+// cgroup is that of the control plane.
+func (c Config) cgroup() string { return c.label() + "-cp" }
 
 // Kubeconfig is the file of the cluster's administrator.
 func (c Config) Kubeconfig() string { return c.kubeconfig("admin") }
@@ -74,7 +119,11 @@ type Node struct {
 	Name string // n1: also its host name
 	IP   string
 	IP6  string
-	dir  string
+
+	index int
+	dir   string
+	own   string // name of its network namespace and cgroups
+	host  string // network namespace that it is connected to
 }
 
 func (c Config) nodes() (out []Node) {
@@ -87,8 +136,8 @@ func (c Config) nodes() (out []Node) {
 func (c Config) node(i int) Node {
 	name := fmt.Sprintf("n%d", i)
 	return Node{
-		Name: name, IP: fmt.Sprintf("172.31.0.%d", i+1), IP6: fmt.Sprintf("fd00:172:31::%x", i+1),
-		dir: filepath.Join(c.State, "nodes", name),
+		Name: name, IP: fmt.Sprintf("172.31.0.%d", i+1), IP6: fmt.Sprintf("fd00:172:31::%x", i+1), index: i,
+		dir: filepath.Join(c.State, "nodes", name), own: c.label() + "-" + name, host: c.host(),
 	}
 }
 
@@ -102,7 +151,8 @@ func (c Config) find(name string) (Node, error) {
 	return Node{}, fmt.Errorf("there is no node %q: nodes are n1 to n%d", name, c.Nodes)
 }
 
-func (n Node) netns() string           { return "podweir-" + n.Name }
-func (n Node) cgroup() string          { return "podweir-" + n.Name }
+func (n Node) netns() string           { return n.own }
+func (n Node) cgroup() string          { return n.own }
 func (n Node) veth() string            { return "podweir-" + n.Name }
+func (n Node) mac() string             { return "02:70:77:00:00:" + fmt.Sprintf("%02x", n.index) }
 func (n Node) path(e ...string) string { return filepath.Join(append([]string{n.dir}, e...)...) }

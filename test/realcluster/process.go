@@ -139,8 +139,7 @@ func tail(log string) string {
 	if err != nil {
 		return ""
 	}
-	lines := strings.Split(strings.TrimRight(string(data), "\n"), "\n")
-	return log + ":\n" + strings.Join(lines[max(0, len(lines)-15):], "\n")
+	return log + ":\n" + last(string(data), 15)
 }
 
 // run runs a command to its end.

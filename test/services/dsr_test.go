@@ -456,12 +456,8 @@ func TestExternalSourceChanges(t *testing.T) {
 	})
 	for _, st := range streams {
 		r, err := st.Stop(w.ctx)
-		if err != nil || r.Error != "" || r.Lost != 0 && len(drops) > 0 {
+		if err != nil || r.Error != "" || r.Lost != 0 {
 			t.Errorf("%s: %+v, %v; dropped:%v", st.what, r, err, drops)
-		} else if r.Lost != 0 {
-			// A datagram that none of ours dropped, on a machine whose
-			// queues all the namespaces share.
-			t.Logf("%s: %d lost, no drop of ours", st.what, r.Lost)
 		}
 	}
 }

@@ -106,70 +106,85 @@ func (w *world) exchangeLarge(from string, to netip.AddrPort, again bool) (serve
 	return server, err
 }
 
-// reorderedMeetForward: fragments that come ahead of the first of their datagram
-// go up to the kernel's reassembly, and by the FORWARD chain on from there. A
-// firewall that forwards nothing drops them, and nothing else of a pod.
-func (w *world) reorderedMeetForward() {
-	const port = 7781
-	node := w.Node("node-a")
-	for _, step := range []struct {
-		what string
-		pass bool
-	}{{"dropped", false}, {"forwarded", true}} {
-		if step.pass {
-			w.allowForwarding()
+// reordered: datagrams whose fragments come last first arrive by every kind of
+// way, and are answered; they go through the kernel's reassembly, and not
+// through the firewall of the node that forwards.
+func (w *world) reordered() {
+	near, far := service{name: "reordered-near", n: 246, ends: "back-a"}, service{name: "reordered-far", n: 247, ends: "back-b"}
+	host := service{name: "reordered-host", n: 248, ends: "node-a"}
+	for _, s := range []service{near, far, host} {
+		w.put(s)
+	}
+	w.eachFamily(func(w *world, v6 bool) {
+		met := make(map[string]int)
+		for _, n := range w.Nodes {
+			met[n.NodeName] = w.forwarded(n, "pods")
 		}
-		for _, v6 := range []bool{false, true} {
-			for i, to := range []string{"back-a", "back-b"} {
-				w.T.Run(step.what+" "+to+" "+family(v6, "IPv4", "IPv6"), func(t *testing.T) {
-					w := w.sub(t)
-					target := netip.AddrPortFrom(w.addr(to, v6), port)
-					server := w.listen(to, target)
-					defer server.Close()
-					source := netip.AddrPortFrom(w.addr("pod-a", v6), uint16(21000+2*i+family(step.pass, 0, 1)))
-					before, err := w.read()
-					w.must(err)
-					met := w.forwarded(node, "pods")
-					late, inOrder := bytes.Repeat([]byte{'r'}, large), bytes.Repeat([]byte{'o'}, large)
-					cut := cutDatagram(source, target, late, w.nextID())
-					slices.Reverse(cut)
-					w.sendRaw("pod-a", target.Addr(), cut)
-					w.must(cluster.Eventually(w.ctx, func() error {
-						now, err := w.read()
-						if err != nil {
-							return err
-						}
-						if n := now[counterKey{"node-a", "from_pod", "fragment_reassembly", v6}] - before[counterKey{"node-a", "from_pod", "fragment_reassembly", v6}]; n != uint64(len(cut)) {
-							return fmt.Errorf("%d fragments went up to the kernel, want %d; counted since:%v", n, len(cut), now.since(before))
-						}
-						if w.forwarded(node, "pods") == met {
-							return errors.New("nothing met the FORWARD chain")
-						}
-						return nil
-					}))
-					want := [][]byte{inOrder}
-					if step.pass {
-						want = [][]byte{late, inOrder}
-					}
-					met = w.forwarded(node, "pods")
-					for i, payload := range want {
-						if i == len(want)-1 {
-							// What was dropped would have been here before.
-							w.sendRaw("pod-a", target.Addr(), cutDatagram(source, target, inOrder, w.nextID()))
-						}
-						buf := make([]byte, 64<<10)
-						n, from, err := server.ReadFromUDPAddrPort(buf)
-						w.must(err)
-						if !bytes.Equal(buf[:n], payload) || netip.AddrPortFrom(from.Addr().Unmap(), from.Port()) != source {
-							w.Errorf("%d bytes of %q from %v, want %q from %v", n, buf[0], from, payload[0], source)
-						}
-					}
-					if now := w.forwarded(node, "pods"); now != met {
-						w.Errorf("fragments in order met the FORWARD chain: %d of them", now-met)
-					}
-				})
+		for i, c := range []struct {
+			from, by, hook string
+			to             netip.AddrPort
+		}{
+			{"pod-a", "back-a", "from_pod", netip.AddrPortFrom(w.addr("back-a", v6), cluster.ServerPort)},
+			{"pod-a", "back-b", "from_pod", netip.AddrPortFrom(w.addr("back-b", v6), cluster.ServerPort)},
+			{"pod-a", "node-a", "from_pod", netip.AddrPortFrom(w.addr("node-a", v6), cluster.ServerPort)},
+			{"pod-a", "back-a", "from_pod", near.frontend(w, "cluster", v6)},
+			{"pod-a", "back-b", "from_pod", far.frontend(w, "cluster", v6)},
+			{"pod-a", "node-a", "from_pod", host.frontend(w, "cluster", v6)},
+			{"out", "back-a", "from_netdev", near.frontend(w, "node@node-a", v6)},
+			{"out", "back-b", "from_netdev", far.frontend(w, "node@node-a", v6)},
+			{"out", "node-a", "from_netdev", host.frontend(w, "node@node-a", v6)},
+			{"out", "node-a", "from_netdev", netip.AddrPortFrom(w.addr("node-a", v6), cluster.ServerPort)},
+		} {
+			before, err := w.read()
+			w.must(err)
+			source := netip.AddrPortFrom(w.addr(c.from, v6), uint16(21000+i))
+			if server, err := w.exchangeReordered(c.from, source, c.to); err != nil || server != c.by {
+				now, _ := w.read()
+				w.Errorf("%s to %v: answered by %q, %v, want %s; counted since:%v", c.from, c.to, server, err, c.by, now.since(before))
+			}
+			now, err := w.read()
+			w.must(err)
+			if key := (counterKey{"node-a", c.hook, "fragment_reassembly", v6}); now[key] == before[key] {
+				w.Errorf("%s to %v: nothing went to the kernel's reassembly; counted since:%v", c.from, c.to, now.since(before))
 			}
 		}
+		for _, n := range w.Nodes {
+			if now := w.forwarded(n, "pods"); now != met[n.NodeName] {
+				w.Errorf("%s: %d fragments met the FORWARD chain", n.NodeName, now-met[n.NodeName])
+			}
+		}
+	})
+}
+
+// exchangeReordered sends a large datagram with the last fragment first, and
+// again until it is answered: who answers may have to be told the MTU of its
+// way.
+func (w *world) exchangeReordered(from string, source, to netip.AddrPort) (server string, err error) {
+	w.Helper()
+	c := w.listen(from, source)
+	defer c.Close()
+	sent := bytes.Repeat([]byte("podweir "), large/8)
+	buf := make([]byte, 64<<10)
+	for end := time.Now().Add(patience); ; {
+		cut := cutDatagram(source, to, sent, w.nextID())
+		slices.Reverse(cut)
+		w.sendRaw(from, to.Addr(), cut)
+		w.must(c.SetReadDeadline(time.Now().Add(time.Second)))
+		n, err := c.Read(buf)
+		if errors.Is(err, os.ErrDeadlineExceeded) && time.Now().Before(end) {
+			continue
+		}
+		if err != nil {
+			return "", err
+		}
+		var r probe.Reply
+		if err := json.Unmarshal(buf[:n], &r); err != nil {
+			return "", fmt.Errorf("answer of %d bytes: %w", n, err)
+		}
+		if r.Echo != string(sent) {
+			return "", fmt.Errorf("%s got something else: %d bytes", r.Server, len(r.Echo))
+		}
+		return r.Server, nil
 	}
 }
 

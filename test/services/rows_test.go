@@ -304,15 +304,7 @@ func (w *world) read() (counters, error) {
 	return c, nil
 }
 
-func (c counters) since(old counters) counters {
-	out := counters{}
-	for k, v := range c {
-		if v != old[k] {
-			out[k] = v - old[k]
-		}
-	}
-	return out
-}
+func (c counters) since(old counters) counters { return cluster.Since(c, old) }
 
 func (c counters) String() string {
 	var lines []string

@@ -6,6 +6,8 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"runtime"
+	"strings"
 	"testing"
 )
 
@@ -40,9 +42,11 @@ func TestImageIsReproducible(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	var programs string
 	build := func(dir string) (archive []byte, digest string) {
 		out := filepath.Join(t.TempDir(), "image.tar")
-		cmd := exec.CommandContext(t.Context(), "bash", "tools/image.sh", out, "podweir:test")
+		programs = filepath.Join(filepath.Dir(out), "image-"+runtime.GOARCH)
+		cmd := exec.CommandContext(t.Context(), "bash", "tools/image.sh", out, "podweir:test", "v1.2.3-test")
 		cmd.Dir = dir
 		said, err := cmd.CombinedOutput()
 		if err != nil {
@@ -62,5 +66,39 @@ func TestImageIsReproducible(t *testing.T) {
 	if len(one) > maxSize {
 		t.Errorf("the image has %d bytes, more than %d", len(one), maxSize)
 	}
+	if !bytes.Contains(one, []byte(`"org.opencontainers.image.version":"v1.2.3-test"`)) {
+		t.Error("the image does not have its version as a label")
+	}
 	t.Logf("%s, %.1f MB", digest, float64(len(one))/1e6)
+
+	// Every program of it says the version that it was built as.
+	for _, c := range []struct{ args, want string }{
+		{"podweir-agent --version", "podweir-agent version v1.2.3-test\n"},
+		{"podweir-cni --version", "podweir-cni version v1.2.3-test\n"},
+		{"podweir --version", "podweir version v1.2.3-test\n"},
+		{"podweir version --socket " + there + "/none.sock", "podweir        v1.2.3-test\n"},
+	} {
+		args := strings.Fields(c.args)
+		said, err := exec.CommandContext(t.Context(), filepath.Join(programs, args[0]), args[1:]...).Output()
+		if err != nil || string(said) != c.want {
+			t.Errorf("%s: %q, %v; want %q", c.args, said, err, c.want)
+		}
+	}
+	// Nor does a runtime that is asked something else get an answer.
+	if said, err := exec.CommandContext(t.Context(), filepath.Join(programs, "podweir-cni"), "add").CombinedOutput(); err == nil || !strings.Contains(string(said), "--version alone") {
+		t.Errorf("podweir-cni add: %q, %v", said, err)
+	}
+}
+
+// A version goes to the linker, and to the shell before that.
+func TestVersionIsAWord(t *testing.T) {
+	for v, ok := range map[string]bool{"v1.2.3": true, "1.0-rc.1+x": true, "v1 -X main.x=y": false, "-v": false, "$(id)": false} {
+		said, err := exec.CommandContext(t.Context(), "bash", "../ldflags.sh", v).CombinedOutput()
+		if (err == nil) != ok || ok != strings.HasSuffix(string(said), ".stamp="+v+"\n") {
+			t.Errorf("%q: %q, %v", v, said, err)
+		}
+	}
+	if said, err := exec.CommandContext(t.Context(), "bash", "../ldflags.sh").CombinedOutput(); err != nil || !strings.Contains(string(said), ".stamp=") {
+		t.Errorf("without one: %q, %v", said, err)
+	}
 }

@@ -3,8 +3,11 @@ package test
 import (
 	"encoding/json"
 	"fmt"
+	"os"
+	"path/filepath"
 	"reflect"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -46,10 +49,12 @@ func render(t *testing.T, values string) (map[string]object, error) {
 	return parse(t, all), nil
 }
 
-// base is what `kubectl kustomize` writes.
-func base(t *testing.T) map[string]object {
+// base is what `kubectl kustomize deploy/base` writes.
+func base(t *testing.T) map[string]object { return kustomize(t, "../../base") }
+
+func kustomize(t *testing.T, dir string) map[string]object {
 	t.Helper()
-	res, err := krusty.MakeKustomizer(krusty.MakeDefaultOptions()).Run(filesys.MakeFsOnDisk(), "../../base")
+	res, err := krusty.MakeKustomizer(krusty.MakeDefaultOptions()).Run(filesys.MakeFsOnDisk(), dir)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -110,6 +115,10 @@ func normal(t *testing.T, o object) object {
 		delete(a, "podweir.io/config-digest")
 	}
 	if volumes, ok := field(c, "spec", "template", "spec", "volumes").([]any); ok {
+		// A patch puts those it changes first.
+		slices.SortFunc(volumes, func(a, b any) int {
+			return strings.Compare(a.(object)["name"].(string), b.(object)["name"].(string))
+		})
 		for _, v := range volumes {
 			if cm, ok := v.(object)["configMap"].(object); ok {
 				cm["name"] = hashed.ReplaceAllString(cm["name"].(string), "")
@@ -134,7 +143,12 @@ func TestChartIsTheBase(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := base(t)
+	compare(t, chart, base(t))
+}
+
+// compare says where what the chart renders is not what kustomize builds.
+func compare(t *testing.T, chart, want map[string]object) {
+	t.Helper()
 	for name, o := range want {
 		have, ok := chart[name]
 		if !ok {
@@ -152,6 +166,56 @@ func TestChartIsTheBase(t *testing.T) {
 			t.Errorf("kustomize has no %s", name)
 		}
 	}
+}
+
+// The overlays for kubeadm, kind and k3s are what the chart makes of the values
+// beside them, and those of the way back have the same folders.
+func TestOverlays(t *testing.T) {
+	dirs, err := filepath.Glob("../../overlays/*")
+	if err != nil || len(dirs) < 4 {
+		t.Fatalf("overlays: %v, %v", dirs, err)
+	}
+	for _, dir := range dirs {
+		name := filepath.Base(dir)
+		t.Run(name, func(t *testing.T) {
+			built := kustomize(t, dir)
+			if of, ok := strings.CutSuffix(name, "-uninstall"); ok {
+				there := volumes(t, kustomize(t, filepath.Join(filepath.Dir(dir), of))["DaemonSet/podweir"])
+				here := volumes(t, built["DaemonSet/podweir-uninstall"])
+				for _, v := range []string{"cni-conf", "cni-bin", "state", "run", "bpffs"} {
+					if here[v] == nil || here[v] != there[v] {
+						t.Errorf("%s is %v, of what is removed %v", v, here[v], there[v])
+					}
+				}
+				return
+			}
+			values, err := os.ReadFile(filepath.Join(dir, "values.yaml"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			chart, err := render(t, string(values))
+			if err != nil {
+				t.Fatal(err)
+			}
+			compare(t, chart, built)
+		})
+	}
+}
+
+// volumes are the host's paths by the volume's name.
+func volumes(t *testing.T, daemonSet object) map[string]any {
+	t.Helper()
+	out := map[string]any{}
+	list, _ := field(daemonSet, "spec", "template", "spec", "volumes").([]any)
+	for _, v := range list {
+		if path := field(v, "hostPath", "path"); path != nil {
+			out[v.(object)["name"].(string)] = path
+		}
+	}
+	if len(out) == 0 {
+		t.Fatal("no volumes")
+	}
+	return out
 }
 
 func TestValues(t *testing.T) {

@@ -188,6 +188,23 @@ func (f *Fakes) Down(ctx context.Context, ep endpoint.Endpoint) error {
 	return f.call(ctx, "down", ep, func() { delete(f.up, ep.Key()) })
 }
 
+// InForce implements [endpoint.PolicyProber].
+func (f *Fakes) InForce(_ context.Context, ep endpoint.Endpoint) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if _, ok := f.up[ep.Key()]; !ok {
+		return errors.New("it was never up")
+	}
+	return nil
+}
+
+// ForgetPolicy drops an endpoint from the maps.
+func (f *Fakes) ForgetPolicy(k endpoint.Key) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	delete(f.up, k)
+}
+
 // Calls returns the names of all calls so far and forgets them.
 func (f *Fakes) Calls() []string {
 	f.mu.Lock()

@@ -46,7 +46,6 @@ func handle(n *cluster.Netns) (*netlink.Handle, netns.NsHandle, error) {
 
 func (t *topology) plugKernel(tunnel bool) error {
 	for i, n := range t.c.Nodes {
-		peer := t.c.Nodes[1-i]
 		for key, value := range map[string]string{
 			"net/ipv4/ip_forward":             "1",
 			"net/ipv6/conf/all/forwarding":    "1",
@@ -67,12 +66,22 @@ func (t *topology) plugKernel(tunnel bool) error {
 			return fmt.Errorf("%s: %w", n.NodeName, err)
 		}
 		if tunnel {
-			err = kernelTunnel(h, n, peer, byte(i+1), byte(2-i))
-		} else {
-			err = kernelRoutes(h, peer)
+			if err := kernelTunnel(h, n, byte(i+1)); err != nil {
+				return fmt.Errorf("%s: %w", n.NodeName, err)
+			}
 		}
-		if err != nil {
-			return fmt.Errorf("%s to %s: %w", n.NodeName, peer.NodeName, err)
+		for j, peer := range t.c.Nodes {
+			switch {
+			case j == i:
+				continue
+			case tunnel:
+				err = kernelPeer(h, peer, byte(j+1))
+			default:
+				err = kernelRoutes(h, peer)
+			}
+			if err != nil {
+				return fmt.Errorf("%s to %s: %w", n.NodeName, peer.NodeName, err)
+			}
 		}
 	}
 	return nil
@@ -145,9 +154,10 @@ func neighbour(device int, a netip.Addr, m net.HardwareAddr) *netlink.Neigh {
 	return &netlink.Neigh{LinkIndex: device, Family: family, State: netlink.NUD_PERMANENT, IP: a.AsSlice(), HardwareAddr: m}
 }
 
-// kernelTunnel leads the peer's pod ranges into a VXLAN device with static
-// neighbours and forwarding entries.
-func kernelTunnel(h *netlink.Handle, n, peer *cluster.Node, own, other byte) error {
+// kernelTunnel makes a node's VXLAN device. It has the first address of the
+// node's pod range, as plugins give it one: what the node itself sends to pods
+// of others is answered through the tunnel, too.
+func kernelTunnel(h *netlink.Handle, n *cluster.Node, own byte) error {
 	eth0, err := h.LinkByName("eth0")
 	if err != nil {
 		return err
@@ -165,17 +175,34 @@ func kernelTunnel(h *netlink.Handle, n, peer *cluster.Node, own, other byte) err
 	if err != nil {
 		return err
 	}
+	return errors.Join(
+		h.AddrAdd(vx, &netlink.Addr{IPNet: host(n.Config.PodCIDRs[0].Addr())}),
+		h.LinkSetUp(vx),
+	)
+}
+
+// vtep is a peer's next hop: it exists as a neighbour only.
+func vtep(other byte, v6 bool) netip.Addr {
+	if v6 {
+		return netip.MustParseAddr(fmt.Sprintf("fe80::2:%d", other))
+	}
+	return netip.AddrFrom4([4]byte{169, 254, 2, other})
+}
+
+// kernelPeer leads a peer's pod ranges into the VXLAN device with static
+// neighbours and forwarding entries.
+func kernelPeer(h *netlink.Handle, peer *cluster.Node, other byte) error {
+	vx, err := h.LinkByName(vxlanName)
+	if err != nil {
+		return err
+	}
 	i := vx.Attrs().Index
-	errs := []error{h.LinkSetUp(vx), h.NeighAppend(&netlink.Neigh{
+	errs := []error{h.NeighAppend(&netlink.Neigh{
 		LinkIndex: i, Family: unix.AF_BRIDGE, State: netlink.NUD_PERMANENT, Flags: netlink.NTF_SELF,
 		IP: peer.Config.Addrs[0].Addr().AsSlice(), HardwareAddr: mac(other),
 	})}
 	for _, cidr := range peer.Config.PodCIDRs {
-		// A next hop that exists as a neighbour only.
-		via := netip.AddrFrom4([4]byte{169, 254, 2, other})
-		if cidr.Addr().Is6() {
-			via = netip.MustParseAddr(fmt.Sprintf("fe80::2:%d", other))
-		}
+		via := vtep(other, cidr.Addr().Is6())
 		errs = append(errs, h.NeighSet(neighbour(i, via, mac(other))), routeVia(h, i, cidr, via))
 	}
 	return errors.Join(errs...)

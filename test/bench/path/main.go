@@ -1,7 +1,8 @@
 // Command pw-bench-path measures what the path between two pods costs: plain
 // kernel forwarding with no filter at all, over VXLAN, routed and on one node,
-// against podweir in each of its routing modes with everything on. See
-// docs/performance.md.
+// against podweir in each of its routing modes with everything on. "peers"
+// as the first argument measures podweir beside kube-proxy as well, by more
+// paths and at more sizes. See docs/performance.md.
 package main
 
 import (
@@ -32,6 +33,15 @@ type options struct {
 }
 
 func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	defer stop()
+	if len(os.Args) > 1 && os.Args[1] == "peers" {
+		if err := runPeers(ctx, os.Args[2:]); err != nil {
+			fmt.Fprintln(os.Stderr, "pw-bench-path peers:", err)
+			os.Exit(1)
+		}
+		return
+	}
 	var o options
 	flag.IntVar(&o.builds, "builds", 3, "how often the topologies are built anew: where their memory lies is worth some per cent")
 	flag.IntVar(&o.repeats, "repeats", 7, "rounds per build; a round measures every mode and workload once")
@@ -44,8 +54,6 @@ func main() {
 	flag.StringVar(&o.compare, "compare", "", "bin folder of another build: its podweir modes are measured too, as other-*")
 	flag.IntVar(&o.streams, "streams", 0, "instead of all that: iperf3 for so many seconds over each mode, family, setting of offloads and way")
 	flag.Parse()
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
-	defer stop()
 	if err := run(ctx, o); err != nil {
 		fmt.Fprintln(os.Stderr, "pw-bench-path:", err)
 		os.Exit(1)
@@ -143,10 +151,12 @@ type bench struct {
 }
 
 // steady is how far the two probes that enclose a round may lie apart, and
-// tries how often a round is measured until they do not.
+// tries how often a round is measured until they do not. Two processes meet
+// by chance: what they do is never that steady.
 const (
-	steady = 0.08
-	tries  = 4
+	steady    = 0.08
+	steadyTwo = 0.25
+	tries     = 4
 )
 
 // round measures every mode once under one workload, between two probes: the
@@ -156,40 +166,49 @@ const (
 // probes are no figures: a mode that was measured twice, or always first,
 // would not be measured like the others.
 func (b *bench) round(ctx context.Context, round int, modes []mode, w workload, res *results) error {
-	measure := func(m mode) (sample, error) {
-		s, err := b.measure(ctx, m, w)
+	samples, err := steadyRound(steady, round, len(modes), func(i int) (sample, error) {
+		s, err := b.measure(ctx, modes[i], w)
 		if err != nil {
-			err = fmt.Errorf("%s, %s: %w", m.name, w.name, err)
+			err = fmt.Errorf("%s, %s: %w", modes[i].name, w.name, err)
 		}
 		return s, err
+	}, res.unsteady)
+	if err != nil {
+		return err
 	}
+	for i, m := range modes {
+		res.add(m.name, w.name, samples[i])
+	}
+	return nil
+}
+
+// steadyRound does that for anything measured by its number. unsteady hears
+// of every try without a steady pace, and whether that one counts.
+func steadyRound(apart float64, round, count int, measure func(int) (sample, error), unsteady func(counted bool)) ([]sample, error) {
 	for try := 1; ; try++ {
-		before, err := measure(modes[0])
+		before, err := measure(0)
 		if err != nil {
-			return err
+			return nil, err
 		}
-		samples := map[string]sample{}
+		samples := make([]sample, count)
 		// Another order each time, so that nobody always comes first.
-		for i := range modes {
-			m := modes[(i+round+try)%len(modes)]
-			if samples[m.name], err = measure(m); err != nil {
-				return err
+		for k := range count {
+			i := (k + round + try) % count
+			if samples[i], err = measure(i); err != nil {
+				return nil, err
 			}
 		}
-		after, err := measure(modes[0])
+		after, err := measure(0)
 		if err != nil {
-			return err
+			return nil, err
 		}
-		if max(before.P50, after.P50) > (1+steady)*min(before.P50, after.P50) {
-			res.unsteady(try == tries)
+		if max(before.P50, after.P50) > (1+apart)*min(before.P50, after.P50) {
+			unsteady(try == tries)
 			if try < tries {
 				continue
 			}
 		}
-		for _, m := range modes {
-			res.add(m.name, w.name, samples[m.name])
-		}
-		return nil
+		return samples, nil
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"net/netip"
 	"os/exec"
 	"path/filepath"
 	"strconv"
@@ -20,15 +21,19 @@ const (
 
 // A mode is one way of one topology that packets take.
 type mode struct {
-	name     string
-	topology string   // modes of one name share it
-	against  string   // the plain kernel mode that does the same job
-	server   string   // pod that serves
-	podweir  bool     // agents run; the client calls the service of that name
-	tunnel   bool     // between nodes encapsulated; VXLAN, unless
-	ipip     bool     // IPv4 in IPv4
-	agent    []string // flags
-	bin      string   // folder of the programs, "" is this build's
+	name      string
+	topology  string   // modes of one name share it
+	against   string   // the plain kernel mode that does the same job
+	server    string   // pod that serves
+	podweir   bool     // agents run; the client calls the service of that name
+	tunnel    bool     // between nodes encapsulated; VXLAN, unless
+	ipip      bool     // IPv4 in IPv4
+	agent     []string // flags
+	bin       string   // folder of the programs, "" is this build's
+	entry     bool     // the client or the server is no pod; pods are on as many nodes
+	nodes     int
+	host      bool // the client is a process of the node
+	noSockets bool // without programs at connect()
 }
 
 // baseline is the mode that all are compared with.
@@ -90,6 +95,49 @@ type sample struct {
 	P25        float64 `json:"p25"`
 	P50        float64 `json:"p50"`
 	P75        float64 `json:"p75"`
+	P99        float64 `json:"p99"`
+	CPU        float64 `json:"cpu"` // of an operation
+}
+
+// conversation is between whom pw-path-core measures.
+type conversation struct {
+	client, server *cluster.Netns
+	inside         *cluster.Netns // whose cgroup it is measured in, if not this process's
+	target         netip.Addr
+	port, listen   int
+	firstPort      int // of the client
+}
+
+// runCore measures a workload on a CPU; a server that is a process of its own
+// has another.
+func runCore(ctx context.Context, w string, count int, c conversation, cpu, serverCPU int) (s sample, err error) {
+	bin, err := cluster.BinDir()
+	if err != nil {
+		return s, err
+	}
+	args := []string{
+		filepath.Join(bin, "pw-path-core"), w,
+		c.client.Path(), c.server.Path(), c.target.String(), strconv.Itoa(c.port),
+		strconv.Itoa(c.listen), strconv.Itoa(c.firstPort), strconv.Itoa(cpu), strconv.Itoa(count), strconv.Itoa(serverCPU),
+	}
+	var out string
+	if c.inside != nil {
+		if out, err = c.inside.Exec(ctx, args...); err != nil {
+			return s, err
+		}
+	} else {
+		var stdout, stderr strings.Builder
+		cmd := exec.CommandContext(ctx, args[0], args[1:]...)
+		cmd.Stdout, cmd.Stderr = &stdout, &stderr
+		if err := cmd.Run(); err != nil {
+			return s, fmt.Errorf("%w: %s", err, strings.TrimSpace(stderr.String()))
+		}
+		out = stdout.String()
+	}
+	if err := json.Unmarshal([]byte(out), &s); err != nil {
+		return s, fmt.Errorf("pw-path-core said %q: %w", out, err)
+	}
+	return s, nil
 }
 
 // measure runs one workload in one mode and checks which way it took.
@@ -100,22 +148,13 @@ func (b *bench) measure(ctx context.Context, m mode, w workload) (s sample, err 
 	if err != nil {
 		return s, err
 	}
-	bin, err := cluster.BinDir()
+	count := max(1, int(float64(w.count)*b.o.scale))
+	s, err = runCore(ctx, w.name, count, conversation{
+		client: t.pods["client"].Netns, server: t.pods[m.server].Netns,
+		target: target, port: port, listen: listenPort, firstPort: t.ports(count),
+	}, b.o.cpu, b.o.cpu)
 	if err != nil {
 		return s, err
-	}
-	count := max(1, int(float64(w.count)*b.o.scale))
-	cmd := exec.CommandContext(ctx, filepath.Join(bin, "pw-path-core"), w.name,
-		t.pods["client"].Path(), t.pods[m.server].Path(), target.String(), strconv.Itoa(port),
-		strconv.Itoa(listenPort), strconv.Itoa(t.ports(count)), strconv.Itoa(b.o.cpu), strconv.Itoa(count))
-	var stderr strings.Builder
-	cmd.Stderr = &stderr
-	out, err := cmd.Output()
-	if err != nil {
-		return s, fmt.Errorf("%w: %s", err, strings.TrimSpace(stderr.String()))
-	}
-	if err := json.Unmarshal(out, &s); err != nil {
-		return s, fmt.Errorf("pw-path-core said %q: %w", out, err)
 	}
 	after, err := t.counters()
 	if err != nil {

@@ -155,52 +155,17 @@ func (t *topology) set(ctx context.Context, off offload) error {
 func (t *topology) checksumErrors() (map[string]uint64, error) {
 	out := map[string]uint64{}
 	for where, n := range t.places() {
-		err := n.Do(func() error {
-			for _, file := range []string{"snmp", "snmp6", "netstat"} {
-				data, err := os.ReadFile("/proc/thread-self/net/" + file)
-				if err != nil {
-					return err
-				}
-				for name, value := range snmp(string(data)) {
-					if strings.HasSuffix(name, "CsumErrors") {
-						out[where+" "+name] = value
-					}
-				}
-			}
-			return nil
-		})
+		counters, err := n.SNMP()
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", where, err)
 		}
-	}
-	return out, nil
-}
-
-// snmp reads the formats of /proc/net: a line of names and one of values, or
-// a line for each.
-func snmp(text string) map[string]uint64 {
-	out := map[string]uint64{}
-	var names []string
-	for line := range strings.Lines(text) {
-		words := strings.Fields(line)
-		switch {
-		case len(words) == 2 && !strings.HasSuffix(words[0], ":"):
-			if v, err := strconv.ParseUint(words[1], 10, 64); err == nil {
-				out[words[0]] = v
+		for name, value := range counters {
+			if strings.HasSuffix(name, "CsumErrors") {
+				out[where+" "+name] = value
 			}
-			names = nil
-		case len(words) == len(names) && words[0] == names[0]:
-			for i, w := range words[1:] {
-				if v, err := strconv.ParseUint(w, 10, 64); err == nil {
-					out[strings.TrimSuffix(words[0], ":")+names[i+1]] = v
-				}
-			}
-			names = nil
-		default:
-			names = words
 		}
 	}
-	return out
+	return out, nil
 }
 
 // lost is what devices dropped: a veth whose other end's queue is full.

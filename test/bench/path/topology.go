@@ -36,7 +36,7 @@ func buildTopology(ctx context.Context, m mode) (*topology, error) {
 	if err != nil {
 		return nil, err
 	}
-	t := &topology{c: c, pods: map[string]*cluster.Pod{}, objs: map[string]*corev1.Pod{}, services: map[string]*corev1.Service{}, maps: map[string]maps.Set{}}
+	t := newTopology(c)
 	objs, err := cluster.Decode(manifests)
 	if err != nil {
 		return t, err
@@ -44,6 +44,21 @@ func buildTopology(ctx context.Context, m mode) (*topology, error) {
 	for _, n := range c.Nodes {
 		objs = append(objs, n.Object())
 	}
+	t.remember(objs)
+	if m.podweir {
+		err = t.plugPodweir(ctx, objs)
+	} else {
+		err = t.plugKernel(m.tunnel)
+	}
+	return t, err
+}
+
+func newTopology(c *cluster.Cluster) *topology {
+	return &topology{c: c, pods: map[string]*cluster.Pod{}, objs: map[string]*corev1.Pod{}, services: map[string]*corev1.Service{}, maps: map[string]maps.Set{}}
+}
+
+// remember what is measured by name.
+func (t *topology) remember(objs []cluster.Object) {
 	for _, obj := range objs {
 		switch obj := obj.(type) {
 		case *corev1.Pod:
@@ -52,12 +67,6 @@ func buildTopology(ctx context.Context, m mode) (*topology, error) {
 			t.services[obj.Name] = obj
 		}
 	}
-	if m.podweir {
-		err = t.plugPodweir(ctx, objs)
-	} else {
-		err = t.plugKernel(m.tunnel)
-	}
-	return t, err
 }
 
 // close reports what the agents had to complain about, if anything failed.
@@ -73,6 +82,11 @@ func (t *topology) plugPodweir(ctx context.Context, objs []cluster.Object) error
 	if err := t.c.Manifests.Put(objs...); err != nil {
 		return err
 	}
+	return t.agents(ctx, objs)
+}
+
+// agents starts them when they can read the objects, and plugs the pods.
+func (t *topology) agents(ctx context.Context, objs []cluster.Object) error {
 	if err := t.c.StartAgents(ctx); err != nil {
 		return err
 	}

@@ -64,6 +64,7 @@ type StreamReport struct {
 	Sent        uint64        `json:"sent"`
 	Received    uint64        `json:"received"`
 	Lost        uint64        `json:"lost"` // sent before the last one received, and never answered
+	Overflowed  uint64        `json:"-"`    // not among Lost: queues of the machine, shared by all tests, had no room
 	Duplicate   uint64        `json:"duplicate"`
 	Retransmits uint64        `json:"retransmits"`   // TCP segments, from TCP_INFO
 	Spurious    uint64        `json:"spurious"`      // of these, what the receiver had already (DSACK): a timer ran early, nothing was lost

@@ -24,7 +24,7 @@ import (
 func stream(ctx context.Context, fs *flag.FlagSet, o *options, args []string) (bool, error) {
 	interval := fs.Duration("interval", 5*time.Millisecond, "between two messages")
 	duration := fs.Duration("duration", 0, "end after this time; 0: at a signal")
-	linger := fs.Duration("linger", time.Second, "wait this long for the last answers")
+	linger := fs.Duration("linger", 30*time.Second, "wait at most this long for the last answers")
 	attached := fs.Bool("attached", false, "end with standard input, too")
 	if err := o.parse(fs, args); err != nil {
 		return false, err
@@ -57,12 +57,8 @@ func stream(ctx context.Context, fs *flag.FlagSet, o *options, args []string) (b
 	}()
 	sendErr := s.send(ctx, *interval)
 	if sendErr == nil {
-		// All is sent: what is on its way has a moment to come back.
-		wait := *linger
-		if s.finish() {
-			wait = 0
-		}
-		if err := c.SetReadDeadline(time.Now().Add(wait)); err != nil {
+		// All is sent: what is on its way has the time to come back.
+		if err := s.finish(*linger); err != nil {
 			return false, err
 		}
 		sendErr = <-received
@@ -123,12 +119,24 @@ func (s *streamer) send(ctx context.Context, interval time.Duration) error {
 	}
 }
 
-// finish says that nothing more is sent, and whether every answer is in.
-func (s *streamer) finish() bool {
+// overtaken is how long an answer may take that a later one has overtaken.
+const overtaken = 2 * time.Second
+
+// finish says that nothing more is sent. The last answer is waited for, however
+// busy the server's machine is; when it has come, what is missing is lost, or on
+// its way through another processor.
+func (s *streamer) finish(linger time.Duration) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.done = true
-	return s.rep.Received == s.rep.Sent
+	wait := linger
+	switch {
+	case s.rep.Received == s.rep.Sent:
+		wait = 0
+	case s.high == s.rep.Sent:
+		wait = min(overtaken, linger)
+	}
+	return s.conn.SetReadDeadline(time.Now().Add(wait))
 }
 
 func (s *streamer) note(err error) {
@@ -197,6 +205,9 @@ func (s *streamer) got(seq uint64, server string) bool {
 	}
 	if s.rep.Received == 1 {
 		_ = print(s.report(now))
+	}
+	if s.done && s.high == s.rep.Sent && seq+1 == s.high {
+		_ = s.conn.SetReadDeadline(time.Now().Add(overtaken))
 	}
 	return s.done && s.rep.Received == s.rep.Sent
 }

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bufio"
 	"context"
 	"fmt"
 	"os"
@@ -10,9 +9,10 @@ import (
 	"strings"
 
 	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
 )
 
-// memory is what the agent's process has, in MiB.
+// memory is what a process has, in MiB.
 type memory struct {
 	RSS     float64 `json:"rss"`
 	Files   float64 `json:"files"` // of it, pages of the program's own file
@@ -23,7 +23,7 @@ type memory struct {
 
 const mib = 1 << 20
 
-// memory reads the RSS before it asks the agent for its own figures, which
+// memory reads the RSS before it asks the process for its own figures, which
 // costs some memory itself.
 func (b *bench) memory(ctx context.Context, pid int) (m memory, err error) {
 	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
@@ -45,45 +45,27 @@ func (b *bench) memory(ctx context.Context, pid int) (m memory, err error) {
 			m.Peak = kib / 1024
 		}
 	}
-	_, body, err := b.node.AgentGet(ctx, "/metrics")
+	body, err := b.sub.metrics(ctx)
 	if err != nil {
 		return m, err
 	}
-	in := bufio.NewScanner(strings.NewReader(body))
-	for in.Scan() {
-		name, value, _ := strings.Cut(in.Text(), " ")
-		v, _ := strconv.ParseFloat(value, 64)
-		switch name {
-		case "go_memstats_heap_alloc_bytes":
-			m.GoHeap = v / mib
-		case "go_memstats_sys_bytes":
-			m.GoTotal = v / mib
-		}
+	m.GoHeap = metric(body, "go_memstats_heap_alloc_bytes") / mib
+	m.GoTotal = metric(body, "go_memstats_sys_bytes") / mib
+	if m.RSS == 0 || m.GoHeap == 0 || m.GoTotal == 0 {
+		return m, fmt.Errorf("memory of process %d: not all of it is told: %+v", pid, m)
 	}
-	return m, in.Err()
+	return m, nil
 }
 
 // cpu is the time a process has spent so far, in milliseconds, its own and the
 // kernel's for it.
 func cpu(pid int) (float64, error) {
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return 0, err
+	const sched = 2 // the clock of what the scheduler has given a process, see clock_getcpuclockid(3)
+	var ts unix.Timespec
+	if err := unix.ClockGettime(int32(^pid<<3|sched), &ts); err != nil {
+		return 0, fmt.Errorf("processor time of process %d: %w", pid, err)
 	}
-	_, rest, _ := strings.Cut(string(data), ") ") // the name may hold spaces
-	fields := strings.Fields(rest)
-	if len(fields) < 13 {
-		return 0, fmt.Errorf("unexpected /proc/%d/stat", pid)
-	}
-	var ticks float64
-	for _, f := range fields[11:13] {
-		n, err := strconv.ParseFloat(f, 64)
-		if err != nil {
-			return 0, err
-		}
-		ticks += n
-	}
-	return ticks * 10, nil // of USER_HZ, which is 100
+	return float64(ts.Nano()) / 1e6, nil
 }
 
 // mapMemory is what the kernel charges for each pinned map, in bytes.

@@ -18,10 +18,15 @@ const pprofAddr = "127.0.0.1:6060"
 // startSeconds is how long the profile of a start lasts.
 const startSeconds = 3
 
+func (b *bench) profiled() bool {
+	_, ok := b.sub.(*agent)
+	return ok && b.o.profile != ""
+}
+
 // profileStart profiles the first seconds of an agent that was just started;
 // the function it returns waits for the end.
 func (b *bench) profileStart(ctx context.Context, p *cluster.Process) (wait func() error) {
-	if b.o.profile == "" {
+	if !b.profiled() {
 		return func() error { return nil }
 	}
 	done := make(chan error, 1)
@@ -43,7 +48,7 @@ func (b *bench) profileStart(ctx context.Context, p *cluster.Process) (wait func
 
 // profileHeap writes what the agent's heap holds after a collection.
 func (b *bench) profileHeap(ctx context.Context, when string) error {
-	if b.o.profile == "" {
+	if !b.profiled() {
 		return nil
 	}
 	return b.profile(ctx, "heap?gc=1", when+"-heap")

@@ -1,0 +1,2 @@
+// Package version says which podweir a program is.
+package version
