@@ -223,11 +223,17 @@ func (d *Datapath) makeReassembly(p fragPrograms, index int) (ifindex int, err e
 		// otherwise it ends with this goroutine.
 		runtime.LockOSThread()
 		done <- func() error {
+			// Not the host's: the caller may have entered another.
+			own, err := netns.Get()
+			if err != nil {
+				return fmt.Errorf("network namespace of a thread: %w", err)
+			}
+			defer own.Close()
 			if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 				return fmt.Errorf("make a network namespace for the reassembly of fragments: %w", err)
 			}
-			err := d.fillReassembly(p, host, index)
-			if back := netns.Set(host); back != nil {
+			err = d.fillReassembly(p, host, index)
+			if back := netns.Set(own); back != nil {
 				return errors.Join(err, fmt.Errorf("leave the namespace for the reassembly of fragments: %w", back))
 			}
 			runtime.UnlockOSThread()
