@@ -111,7 +111,7 @@ test-chart: ## renders the Helm chart and the kustomize base and compares them
 test-cluster: ## tests what runs on the cluster that make cluster brought up; CLUSTER_TESTS='-run Policy'
 	@go vet -tags realcluster ./test/realcluster/...
 	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
-	@go test -tags realcluster -count=1 -timeout 30m -exec '$(CURDIR)/bin/pw-cluster outside' $(CLUSTER_TESTS) ./test/realcluster/e2e
+	@go test -tags realcluster -count=1 -timeout 30m -parallel 64 -v -exec '$(CURDIR)/bin/pw-cluster outside' $(CLUSTER_TESTS) ./test/realcluster/e2e
 
 .PHONY: test-all
 test-all: root deps build image ## make test, then the tests of clusters that it brings up for that and takes down

@@ -25,6 +25,14 @@ Run it in the node's own network namespace, with the programs of its firewall
 			var status api.Status
 			if f.Agent = s.env.DialAgent(s.socket).Get(cmd.Context(), api.PathStatus, &status); f.Agent == nil {
 				f.Status = &status
+				var endpoints api.Endpoints
+				if s.env.DialAgent(s.socket).Get(cmd.Context(), api.PathEndpoints, &endpoints) == nil {
+					f.Endpoints = &endpoints
+				}
+				var services api.Services
+				if s.env.DialAgent(s.socket).Get(cmd.Context(), api.PathServices, &services) == nil {
+					f.Services = &services
+				}
 			}
 			f.Maps = s.withMaps(func(m Maps) error {
 				_, err := m.Usage()

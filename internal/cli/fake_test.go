@@ -432,7 +432,11 @@ func (fakeHost) Pinned() (map[int][]string, error) { return map[int][]string{7: 
 func (fakeHost) Sysctl(name string) (string, error) {
 	return map[string]string{"net/ipv4/conf/all/send_redirects": "0"}[name], nil
 }
-func (fakeHost) Devices() (map[string]int, error) { return map[string]int{"eth0": 1500}, nil }
+func (fakeHost) Devices() (map[string]int, error)   { return map[string]int{"eth0": 1500}, nil }
+func (fakeHost) Route(a netip.Addr) (string, error) { return "eth0", nil }
+func (fakeHost) AskDNS(context.Context, netip.AddrPort) error {
+	return errors.New("i/o timeout")
+}
 func (fakeHost) Firewall(context.Context) (firewall.Ruleset, []error) {
 	set, err := firewall.IPTables("iptables-nft", "ip", "*filter\n:INPUT DROP [0:0]\n:FORWARD DROP [0:0]\nCOMMIT\n")
 	if err != nil {

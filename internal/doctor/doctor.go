@@ -2,6 +2,7 @@ package doctor
 
 import (
 	"context"
+	"net/netip"
 
 	"github.com/podweir/podweir/internal/api"
 	"github.com/podweir/podweir/internal/firewall"
@@ -39,14 +40,21 @@ type Host interface {
 	Sysctl(name string) (string, error)
 	// Devices are the MTUs of all devices.
 	Devices() (map[string]int, error)
+	// Route is the device that this host reaches an address by.
+	Route(netip.Addr) (string, error)
+	// AskDNS asks a resolver something, and wants any answer.
+	AskDNS(context.Context, netip.AddrPort) error
 }
 
 // Facts are what checks look at.
 type Facts struct {
 	Status *api.Status // nil: the agent does not answer, AgentErr says why
 	Agent  error
-	Maps   error // why the pinned maps cannot be read
-	Host   Host
+	// Endpoints and Services as the agent has them; nil without it.
+	Endpoints *api.Endpoints
+	Services  *api.Services
+	Maps      error // why the pinned maps cannot be read
+	Host      Host
 }
 
 // Check is one question.
@@ -68,6 +76,10 @@ func Checks() []Check {
 		{"mtu", "what is sent fits the devices", checkMTU},
 		{"firewall", "lets the tunnel's packets in", checkFirewall},
 		{"qdiscs", "none is passed by", checkQdiscs},
+		{"pods", "this host reaches those of this node", checkPods},
+		{"services", "have endpoints", checkServices},
+		{"dns", "the cluster's resolver answers", checkDNS},
+		{"leftovers", "nothing of kube-proxy's is seen", checkLeftovers},
 	}
 }
 

@@ -24,6 +24,8 @@ type fakeHost struct {
 	errs     []error
 	sysctls  map[string]string
 	mtus     map[string]int
+	routes   map[netip.Addr]string
+	silent   map[netip.AddrPort]bool
 	err      error
 }
 
@@ -44,6 +46,8 @@ func newHost() *fakeHost {
 		h.sysctls["net/ipv4/conf/"+dev+"/rp_filter"] = "2"
 		h.sysctls["net/ipv4/conf/"+dev+"/send_redirects"] = "0"
 	}
+	h.routes = map[netip.Addr]string{podAddr: veth}
+	h.silent = map[netip.AddrPort]bool{}
 	h.pinned = maps.Clone(h.programs)
 	return h
 }
@@ -51,6 +55,18 @@ func newHost() *fakeHost {
 func (h *fakeHost) Programs(i int) ([]string, error)  { return h.programs[i], h.err }
 func (h *fakeHost) Pinned() (map[int][]string, error) { return h.pinned, h.err }
 func (h *fakeHost) Devices() (map[string]int, error)  { return h.mtus, h.err }
+func (h *fakeHost) Route(a netip.Addr) (string, error) {
+	if dev, ok := h.routes[a]; ok {
+		return dev, h.err
+	}
+	return "", errors.New("network is unreachable")
+}
+func (h *fakeHost) AskDNS(_ context.Context, to netip.AddrPort) error {
+	if h.silent[to] {
+		return errors.New("i/o timeout")
+	}
+	return h.err
+}
 func (h *fakeHost) Sysctl(name string) (string, error) {
 	v, ok := h.sysctls[name]
 	if !ok {
@@ -64,6 +80,25 @@ func (h *fakeHost) Firewall(context.Context) (firewall.Ruleset, []error) {
 		return set, append(h.errs, err)
 	}
 	return set, h.errs
+}
+
+var (
+	podAddr = netip.MustParseAddr("10.244.80.65")
+	dnsVIP  = netip.MustParseAddrPort("10.98.0.10:53")
+	dnsPods = []netip.AddrPort{netip.MustParseAddrPort("10.244.80.66:53"), netip.MustParseAddrPort("10.244.158.66:53")}
+)
+
+func newEndpoints() *api.Endpoints {
+	return &api.Endpoints{Endpoints: []api.Endpoint{{Namespace: "default", Pod: "client", HostIfName: veth, Addrs: []netip.Addr{podAddr}}}}
+}
+
+func newServices() *api.Services {
+	return &api.Services{Services: []api.Service{
+		{Kind: "Service", Namespace: "kube-system", Name: "kube-dns", Port: "dns", Protocol: "UDP", Frontends: []netip.AddrPort{dnsVIP}, Backends: dnsPods},
+		{Kind: "Service", Namespace: "default", Name: "web", Protocol: "TCP", Frontends: []netip.AddrPort{netip.MustParseAddrPort("10.98.0.20:80")},
+			Backends: []netip.AddrPort{netip.MustParseAddrPort("10.244.80.66:8080")}},
+		{Kind: "Pod", Namespace: "default", Name: "client", Protocol: "UDP", Frontends: []netip.AddrPort{netip.MustParseAddrPort("172.31.0.2:53")}},
+	}}
 }
 
 func newStatus() *api.Status {
@@ -88,8 +123,10 @@ func TestChecks(t *testing.T) {
 		want   []string // "result check object: text", each a part of one finding in this order
 	}{
 		{"nothing", func(*fakeHost, *Facts) {}, nil},
-		{"no agent", func(_ *fakeHost, f *Facts) { f.Status, f.Agent = nil, errors.New("connection refused") },
-			[]string{"fail agent|connection refused", "warn mtu", "warn firewall", "warn qdiscs"}},
+		{"no agent", func(_ *fakeHost, f *Facts) {
+			f.Status, f.Endpoints, f.Services, f.Agent = nil, nil, nil, errors.New("connection refused")
+		},
+			[]string{"fail agent|connection refused", "warn mtu", "warn firewall", "warn qdiscs", "warn pods", "warn services", "warn dns"}},
 		{"not ready", func(_ *fakeHost, f *Facts) { f.Status.NotReady = []string{"no lists"} }, []string{"fail agent|not ready: no lists"}},
 		{"a problem", func(_ *fakeHost, f *Facts) {
 			f.Status.Problems = []api.Problem{{Object: "Service default/web", Error: "bad"}}
@@ -120,6 +157,25 @@ func TestChecks(t *testing.T) {
 		}, []string{"fail firewall|protocol 4"}},
 		{"rules that cannot be read", func(h *fakeHost, _ *Facts) { h.errs = []error{errors.New("no nft")} }, []string{"warn firewall|no nft"}},
 		{"passed by", func(_ *fakeHost, f *Facts) { f.Status.Devices[3].Bypassed = "filters" }, []string{"warn qdiscs|" + veth + "|10.244.80.65"}},
+		{"a pod's route", func(h *fakeHost, _ *Facts) { delete(h.routes, podAddr) }, []string{"fail pods|Pod default/client|no route to its address 10.244.80.65|ten seconds"}},
+		{"a pod's route that is another's", func(h *fakeHost, _ *Facts) { h.routes[podAddr] = "eth0" }, []string{"fail pods|Pod default/client|leads to eth0|ip route get 10.244.80.65"}},
+		{"a pod's interface", func(_ *fakeHost, f *Facts) { f.Endpoints.Endpoints[0].HostIfName = "pwffffffffffb" }, []string{"fail pods|Pod default/client|pwffffffffffb is gone"}},
+		{"a service without endpoints", func(_ *fakeHost, f *Facts) { f.Services.Services[1].Backends = nil },
+			[]string{"warn services|Service default/web|refused|kubernetes.io/service-name=web"}},
+		{"no resolver", func(_ *fakeHost, f *Facts) { f.Services.Services[0].Backends = nil },
+			[]string{"warn services|kube-dns", "fail dns|Service kube-system/kube-dns:dns|no usable endpoint|cannot resolve"}},
+		{"a silent resolver", func(h *fakeHost, _ *Facts) { h.silent[dnsVIP] = true },
+			[]string{"fail dns|Service kube-system/kube-dns:dns|10.98.0.10:53 (i/o timeout)|Its endpoints answer|podweir services"}},
+		{"a silent pod of the resolver", func(h *fakeHost, _ *Facts) { h.silent[dnsVIP], h.silent[dnsPods[1]] = true, true },
+			[]string{"fail dns|these do not answer: 10.244.158.66:53"}},
+		{"silent pods of the resolver", func(h *fakeHost, _ *Facts) {
+			h.silent[dnsVIP], h.silent[dnsPods[0]], h.silent[dnsPods[1]] = true, true, true
+		},
+			[]string{"fail dns|None of its endpoints answers|targetPort"}},
+		{"kube-proxy was here", func(h *fakeHost, _ *Facts) { h.rules = ":KUBE-SERVICES - [0:0]\n:KUBE-SVC-X - [0:0]" },
+			[]string{"warn leftovers|iptables-legacy, table ip filter, chain KUBE-SERVICES|kube-proxy --cleanup"}},
+		{"the kubelet's chains", func(h *fakeHost, _ *Facts) { h.rules = ":KUBE-FIREWALL - [0:0]\n:KUBE-KUBELET-CANARY - [0:0]" }, nil},
+		{"IPVS was here", func(h *fakeHost, _ *Facts) { h.mtus["kube-ipvs0"] = 1500 }, []string{"warn leftovers|kube-ipvs0"}},
 		{"filtered", func(h *fakeHost, f *Facts) {
 			f.Status.Devices[3].Filters, h.programs[9] = "filters", []string{"from_pod_judge", "to_pod"}
 		}, nil},
@@ -128,7 +184,7 @@ func TestChecks(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			h := newHost()
-			f := Facts{Status: newStatus(), Host: h}
+			f := Facts{Status: newStatus(), Endpoints: newEndpoints(), Services: newServices(), Host: h}
 			c.break_(h, &f)
 			found := Run(t.Context(), f, Checks())
 			var bad []Finding

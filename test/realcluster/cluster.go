@@ -285,7 +285,11 @@ resources: [`+base+`]
 configMapGenerator:
   - name: podweir
     behavior: merge
-    files: [agent.yaml]
+    files: [agent.yaml, 10-podweir.conflist]
+`), 0o644),
+		// The plugin tells how long it takes.
+		os.WriteFile(filepath.Join(dir, "10-podweir.conflist"), []byte(`{"cniVersion": "1.0.0", "cniVersions": ["1.0.0", "1.1.0"], "name": "podweir", "plugins": [
+  {"type": "podweir-cni", "capabilities": {"ips": true, "portMappings": true}, "logLevel": "info"}]}
 `), 0o644),
 		os.WriteFile(filepath.Join(dir, "agent.yaml"), []byte("apiserver: ["+apiserver+"]\ncgroup: /host/cgroup\n"), 0o644))
 	if err != nil {

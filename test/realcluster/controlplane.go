@@ -40,7 +40,8 @@ func (c Config) parts() []part {
 			"--requestheader-client-ca-file=" + pki("ca.crt"), "--requestheader-allowed-names=front-proxy-client",
 			"--requestheader-extra-headers-prefix=X-Remote-Extra-", "--requestheader-group-headers=X-Remote-Group", "--requestheader-username-headers=X-Remote-User",
 			"--proxy-client-cert-file=" + pki("front-proxy.crt"), "--proxy-client-key-file=" + pki("front-proxy.key"),
-			"--service-cluster-ip-range=" + svcCIDRs, "--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction", "--allow-privileged=true"}},
+			"--service-cluster-ip-range=" + svcCIDRs, "--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction", "--allow-privileged=true",
+			"--audit-policy-file=" + c.cp("audit.yaml"), "--audit-log-path=" + c.AuditLog(), "--audit-log-maxsize=100"}},
 		{"kube-controller-manager", "https://127.0.0.1:10257/healthz", append(same("controller-manager"),
 			"--use-service-account-credentials", "--root-ca-file="+pki("ca.crt"), "--service-account-private-key-file="+pki("sa.key"),
 			"--cluster-signing-cert-file="+pki("ca.crt"), "--cluster-signing-key-file="+pki("ca.key"),
@@ -48,6 +49,16 @@ func (c Config) parts() []part {
 		{"kube-scheduler", "https://127.0.0.1:10259/healthz", same("scheduler")},
 	}
 }
+
+// auditPolicy has the API server write down what podweir's agents ask it, which
+// is held against what they may.
+const auditPolicy = `apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [ResponseStarted]
+rules:
+  - {level: Metadata, users: ["system:serviceaccount:kube-system:podweir-agent"]}
+  - {level: None}
+`
 
 func (c Config) record(p part) string { return c.cp("run", p.name) }
 func (c Config) log(p part) string    { return c.cp("log", p.name) }
@@ -83,6 +94,9 @@ func (c Config) startControlPlane(ctx context.Context, step func(string, ...any)
 		if err := c.certificates(); err != nil {
 			return fmt.Errorf("certificates: %w", err)
 		}
+	}
+	if err := os.WriteFile(c.cp("audit.yaml"), []byte(auditPolicy), 0o644); err != nil {
+		return err
 	}
 	for _, p := range c.parts() {
 		if err := c.startPart(ctx, p); err != nil {

@@ -97,6 +97,15 @@ type PingReport struct {
 	ICMP     string `json:"icmp,omitempty"` // the last ICMP error, if any
 }
 
+// LookupReport is what "pw-client lookup" prints: addresses, sorted, and the
+// name that has them.
+type LookupReport struct {
+	A     []string `json:"a,omitempty"`
+	AAAA  []string `json:"aaaa,omitempty"`
+	CNAME string   `json:"cname,omitempty"`
+	Error string   `json:"error,omitempty"`
+}
+
 // Call is one line that "pw-client calls" reads: some exchanges to make, or
 // one that was asked for and is to be given up.
 type Call struct {

@@ -23,9 +23,12 @@ func load(ctx context.Context, fs *flag.FlagSet, o *options, args []string) (boo
 	interval := fs.Duration("interval", 3*time.Millisecond, "between two exchanges")
 	parallel := fs.Int("parallel", 2, "exchanges at a time; when all wait, none is begun")
 	data := fs.String("data", "hello", "what to send")
+	attached := fs.Bool("attached", false, "end with standard input, too")
 	if err := o.parse(fs, args); err != nil {
 		return false, err
 	}
+	ctx, end := context.WithCancel(ctx)
+	defer end()
 	// Who is tested comes first where there is not enough CPU for all.
 	if err := unix.Setpriority(unix.PRIO_PROCESS, 0, 10); err != nil {
 		return false, fmt.Errorf("lower own priority: %w", err)
@@ -40,7 +43,12 @@ func load(ctx context.Context, fs *flag.FlagSet, o *options, args []string) (boo
 			}
 		})
 	}
-	go l.snapshots()
+	go func() {
+		l.snapshots()
+		if *attached {
+			end()
+		}
+	}()
 	t := time.NewTicker(*interval)
 	defer t.Stop()
 	// What a busy machine let pass is made up for, as far as it is not long ago.

@@ -7,6 +7,7 @@
 //	pw-client stream [flags] ADDR:PORT   one long flow with sequence numbers
 //	pw-client bulk   [flags] ADDR:PORT   one large TCP transfer
 //	pw-client ping   [flags] ADDR        ICMP echo
+//	pw-client lookup [flags] NAME        addresses by the resolver
 //	pw-client calls                      whatever standard input asks for
 package main
 
@@ -46,10 +47,10 @@ func main() {
 
 func run(ctx context.Context, args []string) int {
 	modes := map[string]func(context.Context, *flag.FlagSet, *options, []string) (bool, error){
-		"send": send, "load": load, "stream": stream, "bulk": bulk, "ping": ping, "calls": calls,
+		"send": send, "load": load, "stream": stream, "bulk": bulk, "ping": ping, "calls": calls, "lookup": lookup,
 	}
 	if len(args) == 0 || modes[args[0]] == nil {
-		fmt.Fprintln(os.Stderr, "usage: pw-client send|load|stream|bulk|ping|calls [flags] TARGET")
+		fmt.Fprintln(os.Stderr, "usage: pw-client send|load|stream|bulk|ping|calls|lookup [flags] TARGET")
 		return 2
 	}
 	var o options

@@ -25,9 +25,12 @@ func stream(ctx context.Context, fs *flag.FlagSet, o *options, args []string) (b
 	interval := fs.Duration("interval", 5*time.Millisecond, "between two messages")
 	duration := fs.Duration("duration", 0, "end after this time; 0: at a signal")
 	linger := fs.Duration("linger", 30*time.Second, "wait at most this long for the last answers")
+	attached := fs.Bool("attached", false, "end with standard input, too")
 	if err := o.parse(fs, args); err != nil {
 		return false, err
 	}
+	ctx, end := context.WithCancel(ctx)
+	defer end()
 	if *duration > 0 {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, *duration)
@@ -46,7 +49,12 @@ func stream(ctx context.Context, fs *flag.FlagSet, o *options, args []string) (b
 
 	received := make(chan error, 1)
 	go func() { received <- s.receive() }()
-	go s.snapshots()
+	go func() {
+		s.snapshots()
+		if *attached {
+			end()
+		}
+	}()
 	sendErr := s.send(ctx, *interval)
 	if sendErr == nil {
 		// All is sent: what is on its way has the time to come back.
