@@ -70,8 +70,8 @@ func (n *Netns) Cgroup() string { return n.cgroup }
 
 // createNetns makes a named namespace, by a bind mount as "ip netns" does.
 func createNetns(name string) error {
-	if err := os.MkdirAll(netnsDir, 0o755); err != nil {
-		return err
+	if err := prepareNetnsDir(); err != nil {
+		return fmt.Errorf("create network namespace %s: %w", name, err)
 	}
 	path := filepath.Join(netnsDir, name)
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL, 0o444)
@@ -94,6 +94,33 @@ func createNetns(name string) error {
 	}()
 	if err := <-errc; err != nil {
 		return errors.Join(err, os.Remove(path))
+	}
+	return nil
+}
+
+// prepareNetnsDir makes the folder what "ip netns add" makes of it: a mount of
+// its own, which is shared. Otherwise whoever calls that first hides the names
+// that are there under a second mount, where nobody can remove them.
+func prepareNetnsDir() error {
+	if err := os.MkdirAll(netnsDir, 0o755); err != nil {
+		return err
+	}
+	dir, err := os.Open(netnsDir)
+	if err != nil {
+		return err
+	}
+	defer dir.Close() // and with it the lock, which iproute2 takes, too
+	if err := unix.Flock(int(dir.Fd()), unix.LOCK_EX); err != nil {
+		return fmt.Errorf("lock %s: %w", netnsDir, err)
+	}
+	share := func() error { return unix.Mount("", netnsDir, "none", unix.MS_SHARED|unix.MS_REC, "") }
+	if err = share(); errors.Is(err, unix.EINVAL) { // not a mount yet
+		if err = unix.Mount(netnsDir, netnsDir, "none", unix.MS_BIND|unix.MS_REC, ""); err == nil {
+			err = share()
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("make %s a shared mount: %w", netnsDir, err)
 	}
 	return nil
 }
