@@ -53,7 +53,6 @@ func TestBandwidth(t *testing.T) {
 	w.first(inPod(l.far), at(l.own.Spec.ClusterIP, 80))
 	w.first(inPod(l.pod), at(l.friends.Spec.ClusterIP, 80))
 	l.policies(w)
-	w.step("Drained", l.drained)
 	w.step("Limits", l.limits)
 	streams := []*stream{
 		w.stream(inPod(l.far), "tcp", at(l.own.Spec.ClusterIP, 80)), w.stream(inPod(l.pod), "tcp", at(l.far.Status.PodIP, port)),
@@ -255,7 +254,9 @@ func (l *limitedPod) drained(w *world) {
 		dev      string
 		from, to *corev1.Pod
 	}{{l.dev, l.near, l.pod}, {l.ifb, l.pod, l.near}} {
-		l.first[x.dev] = l.tbf(x.dev)
+		if _, is := l.first[x.dev]; !is {
+			l.first[x.dev] = l.tbf(x.dev)
+		}
 		if got := l.first[x.dev].rate; got != rate {
 			w.Fatalf("%s lets %d bytes a second through, want %d", x.dev, got, rate)
 		}
@@ -276,6 +277,7 @@ func (l *limitedPod) drained(w *world) {
 // limits: whatever way something takes to the pod, or from it, it goes through
 // the limit, in no less time than that takes.
 func (l *limitedPod) limits(w *world) {
+	l.drained(w)
 	const size = 2 << 20
 	for _, x := range []struct {
 		what     string
