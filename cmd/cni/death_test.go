@@ -210,7 +210,7 @@ func TestAgentDiesAnywhereInItsStart(t *testing.T) {
 }
 
 // addSteps is how many steps ADD has; TestAgentDiesAnywhereInAdd walks them.
-const addSteps = 20
+const addSteps = 22
 
 // The plugin is killed at each step of the agent: the agent undoes what nobody
 // hears of, and finishes what it has begun to delete.

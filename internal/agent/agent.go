@@ -280,6 +280,7 @@ func (a *Agent) Run(ctx context.Context) error {
 	a.dirty.stack, a.dirty.nodes, a.dirty.peers, a.dirty.verify = true, true, true, true
 
 	var earliest time.Time // throttle: not before
+	var stale time.Time    // since when the stack may be another
 	for {
 		urgent := false
 		select {
@@ -292,6 +293,9 @@ func (a *Agent) Run(ctx context.Context) error {
 			a.synced, synced = true, nil
 			a.log.Info("all objects known; starting to apply")
 		case <-events:
+			if !a.dirty.stack {
+				stale = time.Now()
+			}
 			a.dirty.stack = true
 		case <-a.eps.kick:
 			a.dirty.peers, urgent = true, true
@@ -320,6 +324,11 @@ func (a *Agent) Run(ctx context.Context) error {
 			timer.Reset(earliest.Sub(now))
 			continue
 		}
+		// Pods that come make events of devices all the time, and the kernel answers
+		// late about them meanwhile: who waits for policy does not wait for that,
+		// and the next round makes up for it.
+		later := urgent && a.full && a.dirty.stack && !a.dirty.nodes && now.Sub(stale) < maxThrottle
+		a.dirty.stack = a.dirty.stack && !later
 		full := a.beginRound()
 		next := a.round(ctx)
 		took := time.Since(now)
@@ -332,6 +341,10 @@ func (a *Agent) Run(ctx context.Context) error {
 		default:
 		}
 		earliest = time.Now().Add(min(took, maxThrottle))
+		if later {
+			a.dirty.stack = true
+			next = sooner(next, earliest)
+		}
 		if !next.IsZero() {
 			timer.Reset(max(time.Until(next), time.Millisecond))
 		}

@@ -33,6 +33,12 @@ func (m *Manager) Add(ctx context.Context, req Request) (Endpoint, error) {
 	}
 	defer unlock()
 	t.step("locked")
+	now := &turn{all: &m.turns}
+	if err := now.take(ctx); err != nil {
+		return Endpoint{}, err
+	}
+	defer now.leave()
+	t.step("its turn")
 
 	pod, err := m.openPod(req.Netns)
 	if err != nil {
@@ -47,7 +53,7 @@ func (m *Manager) Add(ctx context.Context, req Request) (Endpoint, error) {
 		return Endpoint{}, err
 	}
 	t.step("reserved")
-	ep, err := m.create(ctx, t, e, pod)
+	ep, err := m.create(ctx, t, now, e, pod)
 	if err != nil {
 		return Endpoint{}, m.undo(ctx, e, err)
 	}
@@ -184,7 +190,7 @@ func (m *Manager) newMAC() net.HardwareAddr {
 
 // create makes what register reserved, in the order that the package
 // promises.
-func (m *Manager) create(ctx context.Context, t *trail, e *entry, pod *podNetns) (Endpoint, error) {
+func (m *Manager) create(ctx context.Context, t *trail, now *turn, e *entry, pod *podNetns) (Endpoint, error) {
 	ep := m.endpointOf(e)
 	if err := m.save(e, ep, phaseCreating); err != nil {
 		return ep, err
@@ -222,11 +228,16 @@ func (m *Manager) create(ctx context.Context, t *trail, e *entry, pod *podNetns)
 	}
 	m.change(func() { e.attached = true })
 	t.step("attached")
+	now.leave() // the Pod object may be long in coming
 	if err := m.cfg.Regenerator.Up(ctx, ep); err != nil {
 		return ep, errorf(upCode(err), "policy of %s is not in force: %w", ep, err)
 	}
 	m.change(func() { e.up = true })
 	t.step("up")
+	if err := now.take(ctx); err != nil {
+		return ep, err
+	}
+	t.step("its turn again")
 	if err := configurePod(pod.h, ep); err != nil {
 		return ep, err
 	}
@@ -235,6 +246,7 @@ func (m *Manager) create(ctx context.Context, t *trail, e *entry, pod *podNetns)
 		return ep, err
 	}
 	t.step("host configured")
+	now.leave()
 	if err := awaitUp(ctx, m.host, host, ep.HostIfName); err != nil {
 		return ep, err
 	}

@@ -20,6 +20,9 @@
 // is judged like any other. An error at any step undoes all of them.
 // [Manager.Del] takes the link down before it detaches the datapath.
 //
+// Two additions at a time ask the kernel for devices, in the order in which
+// they came; one that waits for policy is none of them.
+//
 // # Ports of the node
 //
 // [Endpoint.PortMappings] are what the runtime asked for. They are kept with

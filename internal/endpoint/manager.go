@@ -43,6 +43,7 @@ type Manager struct {
 	store *store
 	host  netns.NsHandle
 	locks keyLock // by name of the host interface
+	turns turns
 	setup []error // found by New, reported by Restore
 
 	restoreOnce sync.Once

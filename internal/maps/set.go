@@ -152,7 +152,7 @@ func (s Set) Capacities() map[string]int {
 		MaxEntries() int
 	}{
 		s.Flows, s.FlowsNew, s.Gens, s.Services, s.Backends, s.Endpoints, s.Addrs, s.Prefixes, s.Nodes, s.NodesV6, s.NodeIDs,
-		s.Policy, s.PortClass, s.BackendStates, s.Maglev, s.Affinity, s.AffinityIn, s.SrcRanges, s.DevAddrs, s.SockRev, s.Frags,
+		s.Policy, s.PortClass, s.BackendStates, s.Maglev, s.Affinity, s.AffinityIn, s.SrcRanges, s.DevAddrs, s.Filtered, s.SockRev, s.Frags, s.FragOrigins,
 	} {
 		out[m.Name()] = m.MaxEntries()
 	}

@@ -37,6 +37,8 @@ func binaries() []binary {
 		{"etcd", "etcd", "go.etcd.io/etcd/server/v3", false, false},
 		{"coredns", "coredns", ".", false, false},
 		{"loopback", "cni", cni + "main/loopback", false, false},
+		{"bandwidth", "cni", cni + "meta/bandwidth", false, false},
+		{"tuning", "cni", cni + "meta/tuning", false, false},
 		{"kube-proxy", "kubernetes", k8s + "kube-proxy", true, true},
 		{"bridge", "cni", cni + "main/bridge", false, true},
 		{"host-local", "cni", cni + "ipam/host-local", false, true},

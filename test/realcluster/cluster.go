@@ -79,7 +79,7 @@ func (c Config) bringUp(ctx context.Context) error {
 		"-n kube-system rollout status deployment/coredns --timeout=60s",
 	}
 	if c.podweir() {
-		if err := c.install(ctx); err != nil {
+		if err := c.Install(ctx); err != nil {
 			return err
 		}
 		waits = append([]string{"-n kube-system rollout status daemonset/podweir --timeout=120s"}, waits...)
@@ -266,8 +266,9 @@ func (c Config) Kubectl(ctx context.Context, in io.Reader, out io.Writer, args .
 	return nil
 }
 
-// install applies podweir as an overlay of deploy/base, as its users do.
-func (c Config) install(ctx context.Context) error {
+// Install applies podweir as an overlay of deploy/base, as its users do. chained
+// are plugins, as JSON, that come after podweir's in the CNI configuration.
+func (c Config) Install(ctx context.Context, chained ...string) error {
 	dir := filepath.Join(c.State, "deploy")
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
@@ -277,6 +278,8 @@ func (c Config) install(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	// The plugin tells how long it takes.
+	plugins := append([]string{`{"type": "podweir-cni", "capabilities": {"ips": true, "portMappings": true}, "logLevel": "info"}`}, chained...)
 	err = errors.Join(
 		os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(`apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
@@ -287,9 +290,8 @@ configMapGenerator:
     behavior: merge
     files: [agent.yaml, 10-podweir.conflist]
 `), 0o644),
-		// The plugin tells how long it takes.
 		os.WriteFile(filepath.Join(dir, "10-podweir.conflist"), []byte(`{"cniVersion": "1.0.0", "cniVersions": ["1.0.0", "1.1.0"], "name": "podweir", "plugins": [
-  {"type": "podweir-cni", "capabilities": {"ips": true, "portMappings": true}, "logLevel": "info"}]}
+  `+strings.Join(plugins, ",\n  ")+`]}
 `), 0o644),
 		os.WriteFile(filepath.Join(dir, "agent.yaml"), []byte("apiserver: ["+apiserver+"]\ncgroup: /host/cgroup\n"), 0o644))
 	if err != nil {

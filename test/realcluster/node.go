@@ -206,9 +206,12 @@ func (c Config) boot(ctx context.Context, n Node) error {
 	if err := c.nodeFiles(n); err != nil {
 		return err
 	}
-	// The runtime's own plugin: others come with what is installed.
-	if err := copyFile(n.path("opt", "cni", "bin", "loopback"), c.bin("loopback"), 0o755); err != nil {
-		return err
+	// The runtime's own plugin, and those that chain, as distributions have
+	// them: others come with what is installed.
+	for _, p := range []string{"loopback", "bandwidth", "tuning"} {
+		if err := copyFile(n.path("opt", "cni", "bin", p), c.bin(p), 0o755); err != nil {
+			return err
+		}
 	}
 	// nsenter becomes the program it runs, and so init.
 	self := filepath.Join(c.Tree, "bin", "pw-cluster")

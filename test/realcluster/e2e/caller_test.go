@@ -14,8 +14,10 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/podweir/podweir/test/tools/probe"
@@ -80,6 +82,7 @@ func (w *world) output(ctx context.Context, at place, args ...string) ([]byte, e
 type session struct {
 	cmd   *exec.Cmd
 	in    io.WriteCloser
+	out   io.Closer
 	lines chan []byte
 	said  bytes.Buffer
 	done  chan struct{}
@@ -95,9 +98,16 @@ func (w *world) session(at place, args ...string) (*session, error) {
 	s := &session{cmd: cmd, lines: make(chan []byte, 64), done: make(chan struct{})}
 	out, err := cmd.StdoutPipe()
 	if err == nil {
+		s.out = out
 		s.in, err = cmd.StdinPipe()
 	}
 	cmd.Stderr = &s.said
+	// nsenter has a child, which is to end with it.
+	if cmd.SysProcAttr == nil {
+		cmd.SysProcAttr = new(syscall.SysProcAttr)
+	}
+	cmd.SysProcAttr.Setpgid = true
+	cmd.WaitDelay = 5 * time.Second
 	if err == nil {
 		err = cmd.Start()
 	}
@@ -129,7 +139,8 @@ func (s *session) end() {
 	select {
 	case <-s.done:
 	case <-time.After(20 * time.Second):
-		_ = s.cmd.Process.Kill()
+		_ = unix.Kill(-s.cmd.Process.Pid, unix.SIGKILL)
+		_ = s.out.Close() // whoever else has the other end
 		<-s.done
 	}
 }
@@ -359,7 +370,7 @@ func ask[R any](s *session, name string) (r R, err error) {
 			return r, fmt.Errorf("%s has ended: %w", name, s.err)
 		}
 		return r, json.Unmarshal(line, &r)
-	case <-time.After(time.Minute):
+	case <-time.After(3 * time.Minute): // the runtime may have to start it first
 		return r, fmt.Errorf("%s: no report", name)
 	}
 }
