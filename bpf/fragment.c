@@ -46,9 +46,10 @@ static __always_inline int pw_frag_first(struct __sk_buff *skb, struct pw_pkt *p
 	err = pw_frag_ports(skb, p, fr);
 	if (!err && p->kind != PW_KIND_FLOW)
 		err = PW_DROP_FRAGMENT;
-	if (err)
-		return pw_frag_is_hosts(p) ? PW_FRAG_PASS : err;
-	if (pw_frag_leave(skb, p)) {
+	if (err && !pw_frag_is_hosts(p))
+		return err;
+	/* What we cannot read may be the host's all the same. */
+	if (err || pw_frag_leave(skb, p)) {
 		/* What the host sends is in order: nothing but an older one's needs to go. */
 		if (state || p->hook == PW_FROM_NETDEV)
 			pw_frag_store(s, PW_FRAG_HOST);

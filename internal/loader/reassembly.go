@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/asm"
@@ -57,13 +58,19 @@ const (
 
 func fragPins() []string { return []string{fragPin4, fragPin6, fragPinEnter, fragPinLeave} }
 
-func isFragPin(name string) bool {
-	for _, p := range fragPins() {
-		if p == name {
-			return true
-		}
+func isFragPin(name string) bool { return slices.Contains(fragPins(), name) }
+
+// hasIPv6 says whether this kernel has IPv6 at all: one that was started
+// without (ipv6.disable=1) knows no address, route or sysctl of it.
+func (d *Datapath) hasIPv6() (bool, error) {
+	_, err := os.Stat(filepath.Join(d.sysctls(), "net/ipv6/conf"))
+	if errors.Is(err, os.ErrNotExist) {
+		return false, nil
 	}
-	return false
+	if err != nil {
+		return false, fmt.Errorf("look for IPv6: %w", err)
+	}
+	return true, nil
 }
 
 // formerDefragPins are those of links in the host's own namespace, by which
@@ -151,7 +158,14 @@ func (d *Datapath) wrongReassembly(p fragPrograms) (ifindex int, why string, err
 	case a.RawFlags&(unix.IFF_UP|unix.IFF_RUNNING) != unix.IFF_UP|unix.IFF_RUNNING:
 		return a.Index, "it, or its far end, is down", nil
 	}
+	v6, err := d.hasIPv6()
+	if err != nil {
+		return 0, "", err
+	}
 	for _, name := range fragPins() {
+		if name == fragPin6 && !v6 {
+			continue
+		}
 		var prog *ebpf.Program
 		switch name {
 		case fragPinEnter:
@@ -223,11 +237,17 @@ func (d *Datapath) makeReassembly(p fragPrograms, index int) (ifindex int, err e
 		// otherwise it ends with this goroutine.
 		runtime.LockOSThread()
 		done <- func() error {
+			// Not the host's: the caller may have entered another.
+			own, err := netns.Get()
+			if err != nil {
+				return fmt.Errorf("network namespace of a thread: %w", err)
+			}
+			defer own.Close()
 			if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 				return fmt.Errorf("make a network namespace for the reassembly of fragments: %w", err)
 			}
-			err := d.fillReassembly(p, host, index)
-			if back := netns.Set(host); back != nil {
+			err = d.fillReassembly(p, host, index)
+			if back := netns.Set(own); back != nil {
 				return errors.Join(err, fmt.Errorf("leave the namespace for the reassembly of fragments: %w", back))
 			}
 			runtime.UnlockOSThread()
@@ -246,13 +266,22 @@ func (d *Datapath) makeReassembly(p fragPrograms, index int) (ifindex int, err e
 
 // fillReassembly works in the new namespace.
 func (d *Datapath) fillReassembly(p fragPrograms, host netns.NsHandle, index int) error {
-	for _, s := range [][2]string{
+	v6, err := d.hasIPv6()
+	if err != nil {
+		return err
+	}
+	sysctls := [][2]string{
 		{"net/ipv4/conf/all/rp_filter", "0"}, {"net/ipv4/conf/default/rp_filter", "0"},
 		{"net/ipv4/conf/all/send_redirects", "0"}, {"net/ipv4/conf/default/send_redirects", "0"},
 		{"net/ipv4/ip_forward", "1"},
-		{"net/ipv6/conf/default/addr_gen_mode", "1"}, {"net/ipv6/conf/default/accept_ra", "0"},
-		{"net/ipv6/conf/default/disable_ipv6", "0"}, {"net/ipv6/conf/all/forwarding", "1"},
-	} {
+	}
+	if v6 {
+		sysctls = append(sysctls, [][2]string{
+			{"net/ipv6/conf/default/addr_gen_mode", "1"}, {"net/ipv6/conf/default/accept_ra", "0"},
+			{"net/ipv6/conf/default/disable_ipv6", "0"}, {"net/ipv6/conf/all/forwarding", "1"},
+		}...)
+	}
+	for _, s := range sysctls {
 		path := filepath.Join(d.sysctls(), s[0])
 		if err := os.WriteFile(path, []byte(s[1]), 0o644); err != nil {
 			return fmt.Errorf("reassembly of fragments: set sysctl %s to %s: %w", path, s[1], err)
@@ -273,18 +302,18 @@ func (d *Datapath) fillReassembly(p fragPrograms, host netns.NsHandle, index int
 		return fmt.Errorf("netlink: %w", err)
 	}
 	defer outside.Close()
-	peer, err := pairReassembly(outside, inside, here, index)
+	peer, err := pairReassembly(outside, inside, here, index, v6)
 	if err != nil {
 		return err
 	}
-	if err := routeReassembly(inside, peer); err != nil {
+	if err := routeReassembly(inside, peer, v6); err != nil {
 		return err
 	}
-	return d.attachReassembly(p, peer)
+	return d.attachReassembly(p, peer, v6)
 }
 
 // pairReassembly makes the two devices and returns the index of the far one.
-func pairReassembly(outside, inside *netlink.Handle, here netns.NsHandle, index int) (peer int, err error) {
+func pairReassembly(outside, inside *netlink.Handle, here netns.NsHandle, index int, v6 bool) (peer int, err error) {
 	pair := netlink.NewVeth(netlink.LinkAttrs{Name: node.FragName, Index: index, MTU: fragMTU, HardwareAddr: fragMAC(), TxQLen: -1})
 	pair.PeerName, pair.PeerMTU, pair.PeerHardwareAddr = fragPeer, fragMTU, fragPeerMAC()
 	pair.PeerNamespace = netlink.NsFd(int(here))
@@ -304,7 +333,7 @@ func pairReassembly(outside, inside *netlink.Handle, here netns.NsHandle, index 
 		return 0, fmt.Errorf("far end of %s: %w", node.FragName, err)
 	}
 	near, err := outside.LinkByName(node.FragName)
-	if err == nil {
+	if err == nil && v6 {
 		// No address: nobody is asked for on this link.
 		err = outside.LinkSetIP6AddrGenMode(near, addrGenNone)
 	}
@@ -320,7 +349,7 @@ func pairReassembly(outside, inside *netlink.Handle, here netns.NsHandle, index 
 const addrGenNone = 1 // IN6_ADDR_GEN_MODE_NONE
 
 // routeReassembly leads everything back by the device that it came in by.
-func routeReassembly(inside *netlink.Handle, peer int) error {
+func routeReassembly(inside *netlink.Handle, peer int, v6 bool) error {
 	// Without any local address IPv4 takes every gateway for a broadcast's.
 	lo, err := inside.LinkByName(node.Loopback)
 	if err == nil {
@@ -329,7 +358,11 @@ func routeReassembly(inside *netlink.Handle, peer int) error {
 	if err != nil {
 		return fmt.Errorf("reassembly of fragments: %s: %w", node.Loopback, err)
 	}
-	for _, gw := range []net.IP{net.IPv4(169, 254, 1, 1).To4(), net.ParseIP("fe80::1")} {
+	gateways := []net.IP{net.IPv4(169, 254, 1, 1).To4()}
+	if v6 {
+		gateways = append(gateways, net.ParseIP("fe80::1"))
+	}
+	for _, gw := range gateways {
 		family, bits := netlink.FAMILY_V4, 32
 		if gw.To4() == nil {
 			family, bits = netlink.FAMILY_V6, 128
@@ -350,7 +383,7 @@ func routeReassembly(inside *netlink.Handle, peer int) error {
 }
 
 // attachReassembly attaches, and pins, what the namespace lives by.
-func (d *Datapath) attachReassembly(p fragPrograms, peer int) error {
+func (d *Datapath) attachReassembly(p fragPrograms, peer int, v6 bool) error {
 	pin := func(name string, l link.Link, err error) error {
 		if err != nil {
 			return fmt.Errorf("link %s: %w", name, err)
@@ -361,9 +394,11 @@ func (d *Datapath) attachReassembly(p fragPrograms, peer int) error {
 		}
 		return nil
 	}
-	for name, family := range map[string]link.NetfilterProtocolFamily{
-		fragPin4: link.NetfilterProtoIPv4, fragPin6: link.NetfilterProtoIPv6,
-	} {
+	families := map[string]link.NetfilterProtocolFamily{fragPin4: link.NetfilterProtoIPv4}
+	if v6 {
+		families[fragPin6] = link.NetfilterProtoIPv6
+	}
+	for name, family := range families {
 		l, err := link.AttachNetfilter(link.NetfilterOptions{
 			Program: p.netfilter, ProtocolFamily: family, Hook: link.NetfilterInetPreRouting,
 			Priority: defragPriority, NetfilterFlags: nfDefrag,

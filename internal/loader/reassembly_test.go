@@ -109,6 +109,37 @@ func shapeOf(f []byte) string {
 	return fmt.Sprintf("%x ttl %d offset %d length %d", f[8:12], f[22], binary.BigEndian.Uint16(f[20:])&0x1fff*8, binary.BigEndian.Uint16(f[16:])-20)
 }
 
+// reassembles has datagrams of these families put in order.
+func reassembles(t *testing.T, what string, v6s ...bool) {
+	t.Helper()
+	send, read := fragSocket(t)
+	for i, v6 := range v6s {
+		for j, sizes := range [][]int{{1280, 1280, 808}, {8, 1400, 16}, {1400, 8}} {
+			id := uint32(time.Now().UnixNano())
+			token, other := [4]byte{1, 2, byte(i), byte(j)}, [4]byte{9, 9, 9, 9}
+			in := fragmentsOf(v6, id, token, sizes...)
+			lies := fragmentsOf(v6, id, other, sizes...) // later ones, of another token
+			for k := len(in) - 1; k > 0; k-- {
+				send(lies[k])
+			}
+			send(in[0])
+			want := []string{}
+			for off, k := 0, 0; k < len(sizes); k++ {
+				want = append(want, fmt.Sprintf("%x ttl 8 offset %d length %d", token, off, sizes[k]))
+				off += sizes[k]
+			}
+			if v6 && j == 2 {
+				want = []string{fmt.Sprintf("%x ttl 8 whole length %d", token, 1408)} // as long as the first was
+			}
+			for _, w := range want {
+				if got := shapeOf(read()); got != w {
+					t.Fatalf("%s, IPv6 %v, %v: %s came out, want %s", what, v6, sizes, got, w)
+				}
+			}
+		}
+	}
+}
+
 // What goes into the namespace in any order comes out of it as it was cut, in
 // order, with what the first said of its datagram; the namespace outlives the
 // process, stays the same over restarts, is made anew when anything is missing,
@@ -122,32 +153,7 @@ func TestReassembly(t *testing.T) {
 	}
 	works := func(what string) {
 		t.Helper()
-		send, read := fragSocket(t)
-		for i, v6 := range []bool{false, true} {
-			for j, sizes := range [][]int{{1280, 1280, 808}, {8, 1400, 16}, {1400, 8}} {
-				id := uint32(time.Now().UnixNano())
-				token, other := [4]byte{1, 2, byte(i), byte(j)}, [4]byte{9, 9, 9, 9}
-				in := fragmentsOf(v6, id, token, sizes...)
-				lies := fragmentsOf(v6, id, other, sizes...) // later ones, of another token
-				for k := len(in) - 1; k > 0; k-- {
-					send(lies[k])
-				}
-				send(in[0])
-				want := []string{}
-				for off, k := 0, 0; k < len(sizes); k++ {
-					want = append(want, fmt.Sprintf("%x ttl 8 offset %d length %d", token, off, sizes[k]))
-					off += sizes[k]
-				}
-				if v6 && j == 2 {
-					want = []string{fmt.Sprintf("%x ttl 8 whole length %d", token, 1408)} // as long as the first was
-				}
-				for _, w := range want {
-					if got := shapeOf(read()); got != w {
-						t.Fatalf("%s, IPv6 %v, %v: %s came out, want %s", what, v6, sizes, got, w)
-					}
-				}
-			}
-		}
+		reassembles(t, what, false, true)
 	}
 	works("at first")
 	ids, index := pinnedIDs(t, cfg), d.cfg.FragIfindex
@@ -204,6 +210,35 @@ func TestReassembly(t *testing.T) {
 	for _, id := range append(ids, left...) {
 		gone(t, id)
 	}
+}
+
+// A kernel that was started without IPv6 has no sysctl of it, nor anything
+// else: IPv4 is reassembled all the same.
+func TestReassemblyWithoutIPv6(t *testing.T) {
+	ctx := context.Background()
+	cfg := Config{BPFFS: bpffs(t), FlowsMax: 1024, FlowsNewMax: 1024, Sysctls: t.TempDir()}
+	must(t, os.Mkdir(filepath.Join(cfg.Sysctls, "net"), 0o755))
+	must(t, os.Symlink("/proc/sys/net/ipv4", filepath.Join(cfg.Sysctls, "net/ipv4")))
+	d := load(t, cfg)
+	if d.noReassembly {
+		t.Skip("this kernel reassembles nothing for us")
+	}
+	reassembles(t, "without IPv6", false)
+	if _, err := os.Stat(filepath.Join(linksDir(cfg.BPFFS), fragPin6)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("a link for IPv6: %v", err)
+	}
+	index := d.cfg.FragIfindex
+	d = restart(t, d)
+	if repaired, err := d.Verify(ctx); err != nil || len(repaired) != 0 || d.cfg.FragIfindex != index {
+		t.Errorf("repaired %q, %v; device %d, was %d", repaired, err, d.cfg.FragIfindex, index)
+	}
+	must(t, netlink.LinkDel(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: node.FragName, Index: index}}))
+	if repaired, err := d.Verify(ctx); err != nil || len(repaired) == 0 {
+		t.Errorf("without its device: repaired %q, %v", repaired, err)
+	}
+	reassembles(t, "made anew", false)
+	must(t, d.Close())
+	must(t, Cleanup(cfg.BPFFS))
 }
 
 // What earlier versions had in the host's own namespace goes at the next load.

@@ -311,6 +311,81 @@ func TestFragmentsInAnyOrder(t *testing.T) {
 	w.fragmentsInAnyOrder(t, within(t, 2*time.Minute), w.remote)
 }
 
+// The same of a pod whose device has filters at its ingress, which all of them
+// pass on their way to the reassembly.
+func TestFragmentsOfAFilteredPod(t *testing.T) {
+	w := own(t, cluster.Config{})
+	ctx := within(t, 4*time.Minute)
+	ok(t, w.start(ctx))
+	dev := hostDevice(w.client)
+	ok(t, run(ctx, w.a.Netns, `
+		ip link add shaper up type ifb
+		tc qdisc add dev `+dev+` ingress
+		tc filter add dev `+dev+` parent ffff: protocol all u32 match u32 0 0 action mirred egress redirect dev shaper`))
+	eventually(t, ctx, func() error {
+		if entries, err := mapsOf(t, w.a).Filtered.Dump(); err != nil || len(entries) != 2 {
+			return fmt.Errorf("the pod's filters: %v, %v", entries, err)
+		}
+		return nil
+	})
+	w.fragmentsInAnyOrder(t, ctx, w.remote)
+	w.largestDatagrams(t)
+}
+
+// The largest there are, last fragment first, with any TTL that passes two
+// nodes, and IPv4 that may not be fragmented any more, too.
+func TestLargestDatagramsReversed(t *testing.T) { shared(t).largestDatagrams(t) }
+
+func (w *world) largestDatagrams(t *testing.T) {
+	raw, gw := rawSocket(t, w.client.Netns, "eth0"), hostMAC(t, w.client)
+	for _, f := range families {
+		for _, to := range []struct {
+			what   string
+			at     netip.Addr
+			server *cluster.Netns
+		}{{"pod", f.of(w.local), w.local.Netns}, {"remote pod", f.of(w.remote), w.remote.Netns}, {"node", nodeAddr(f, w.a), w.a.Netns}} {
+			server := udp(t, to.server, port(to.at, 7783), "", nil)
+			ok(t, server.SetReadBuffer(4<<20))
+			for _, ttl := range []byte{3, 64, 255} {
+				for _, whole := range []bool{false, true} {
+					size := 65535 - 8
+					if f.name == "ipv4" {
+						size -= 20
+					}
+					p := packet{srcMAC: raw.mac, dstMAC: gw, src: f.of(w.client), dst: to.at, sport: w.port(), dport: 7783, proto: 17, payload: bytesOf(ttl, size)}
+					cut := fragments(p.frame(), w.id(), 1400)
+					for _, frame := range cut {
+						if f.name == "ipv6" {
+							frame[21] = ttl
+							continue
+						}
+						frame[22] = ttl
+						if whole {
+							frame[20] |= 0x40
+						}
+						frame[24], frame[25] = 0, 0
+						binary.BigEndian.PutUint16(frame[24:], folded(words(frame[14:34])))
+					}
+					before := counters(t, w.a)
+					for _, frame := range reversed(cut) {
+						ok(t, raw.send(frame))
+					}
+					if !arrives(t, server, map[string]bool{string(p.payload): true}, f.of(w.client)) {
+						t.Errorf("%s to a %s, TTL %d, not to be fragmented %v: lost; %v", f.name, to.what, ttl, whole, counters(t, w.a).since(before))
+					}
+				}
+			}
+			ok(t, server.Close())
+		}
+	}
+}
+
+// hostBackend is a node that serves by itself.
+type hostBackend struct{ *cluster.Node }
+
+func (h hostBackend) IPv4() netip.Addr { return nodeAddr(families[0], h.Node) }
+func (h hostBackend) IPv6() netip.Addr { return nodeAddr(families[1], h.Node) }
+
 // A sender of fragments: how its frames leave, and where they are first seen.
 type fragSender struct {
 	send     func(frame []byte) error
@@ -325,6 +400,8 @@ func (w *world) fragmentsInAnyOrder(t *testing.T, ctx context.Context, remote *c
 	b := remote.Node
 	w.fragmented(t, ctx, "any-remote", "10.98.11.4", "fd00:10:98::b4", 30140, remote)
 	w.fragmented(t, ctx, "any-local", "10.98.11.5", "fd00:10:98::b5", 30150, w.local)
+	w.fragmented(t, ctx, "any-own-host", "10.98.11.6", "fd00:10:98::b6", 30160, hostBackend{w.a})
+	w.fragmented(t, ctx, "any-other-host", "10.98.11.7", "fd00:10:98::b7", 30170, hostBackend{b})
 	raw, gw := rawSocket(t, w.client.Netns, "eth0"), hostMAC(t, w.client)
 	wire, nodeMAC := rawSocket(t, w.Ext, "eth0"), macOf(t, w.a.Netns, "eth0")
 	entry := w.newVTEP(ctx, t, "entry", "172.31.0.7/24", b)
@@ -340,11 +417,14 @@ func (w *world) fragmentsInAnyOrder(t *testing.T, ctx context.Context, remote *c
 			},
 			src: extOf(f), node: b, hook: "from_overlay",
 		}
-		via, named := tunnelled, tunnelled
+		via, named, namedHost := tunnelled, tunnelled, tunnelled
 		via.mac, via.gw = net.HardwareAddr{2, 'p', 'w', 0, 0, 2}, tunnelMAC(b)
 		addr := f.of(remote).AsSlice()
 		named.mac = net.HardwareAddr{2, 'p', 'w', serverPort >> 8, serverPort & 0xff, 3}
 		named.gw = append(net.HardwareAddr{2, 'p'}, addr[len(addr)-4:]...)
+		namedHost.mac = net.HardwareAddr{2, 'p', 'w', serverPort >> 8, serverPort & 0xff, 4}
+		addr = nodeAddr(f, b).AsSlice()
+		namedHost.gw = append(net.HardwareAddr{2, 'p'}, addr[len(addr)-4:]...)
 		for _, c := range []struct {
 			what   string
 			by     fragSender
@@ -359,15 +439,21 @@ func (w *world) fragmentsInAnyOrder(t *testing.T, ctx context.Context, remote *c
 			{"pod to remote pod", pod, f.of(remote), serverPort, remote.Netns, f.of(remote), serverPort, client},
 			{"cluster IP, remote backend", pod, f.pick("10.98.11.4", "fd00:10:98::b4"), 80, remote.Netns, f.of(remote), serverPort, client},
 			{"cluster IP, local backend", pod, f.pick("10.98.11.5", "fd00:10:98::b5"), 80, w.local.Netns, f.of(w.local), serverPort, client},
+			{"cluster IP, backend on its host", pod, f.pick("10.98.11.6", "fd00:10:98::b6"), 80, w.a.Netns, a, serverPort, client},
+			{"cluster IP, backend on another host", pod, f.pick("10.98.11.7", "fd00:10:98::b7"), 80, b.Netns, nodeAddr(f, b), serverPort, a},
 			{"another node's NodePort", pod, nodeAddr(f, b), 30141, remote.Netns, f.of(remote), serverPort, client},
 			{"masqueraded", pod, extOf(f), 7777, w.Ext, extOf(f), 7777, a},
 			{"pod to its node", pod, a, 7778, w.a.Netns, a, 7778, client},
 			{"outside to NodePort, local backend", out, a, 30151, w.local.Netns, f.of(w.local), serverPort, extOf(f)},
 			{"outside to NodePort, remote backend", out, a, 30141, remote.Netns, f.of(remote), serverPort, extOf(f)},
+			{"outside to NodePort, backend on the host", out, a, 30161, w.a.Netns, a, serverPort, extOf(f)},
+			{"outside to NodePort, backend on another host", out, a, 30171, b.Netns, nodeAddr(f, b), serverPort, extOf(f)},
 			{"outside to the node itself", out, a, 7778, w.a.Netns, a, 7778, extOf(f)},
 			{"answer to what left masqueraded", w.masqueraded(t, f, out), a, 0, w.client.Netns, client, 7776, extOf(f)},
 			{"by an entry node", via, f.of(remote), serverPort, remote.Netns, f.of(remote), serverPort, extOf(f)},
 			{"by an entry node that names the backend", named, f.pick("10.98.11.4", "fd00:10:98::b4"), 80, remote.Netns, f.of(remote), serverPort, extOf(f)},
+			{"by an entry node, to the host", via, nodeAddr(f, b), serverPort, b.Netns, nodeAddr(f, b), serverPort, extOf(f)},
+			{"by an entry node that names the host", namedHost, f.pick("10.98.11.7", "fd00:10:98::b7"), 80, b.Netns, nodeAddr(f, b), serverPort, extOf(f)},
 		} {
 			t.Run(f.name+" "+c.what, func(t *testing.T) {
 				server := udp(t, c.server, port(c.at, c.number), "", nil)

@@ -25,6 +25,8 @@ type vtep struct {
 func (w *world) newVTEP(ctx context.Context, t *testing.T, name, addr string, to *cluster.Node) *vtep {
 	t.Helper()
 	host := w.host(t, ctx, name, netip.MustParsePrefix(addr))
+	// The node may be behind the router.
+	ok(t, run(ctx, host, "ip route replace default via "+extOf(families[0]).String()))
 	v := &vtep{node: netip.MustParsePrefix(addr).Addr(), to: to}
 	obj := nodeObject(name, []netip.Addr{v.node}, nil)
 	ok(t, w.Manifests.Put(obj))

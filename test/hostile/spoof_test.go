@@ -23,6 +23,20 @@ func TestHostile(t *testing.T) {
 	w.run("N14 options and extension headers that are fine", (*world).unusual)
 }
 
+// The same lies and nonsense from a pod with filters at the ingress of its
+// device: these, and what is over it, lead nothing past the judgement.
+func TestHostileFilteredPod(t *testing.T) {
+	w := newWorld(t)
+	w.filterVillain()
+	w.unharmed()
+	w.run("N13 spoofed sources from a pod", (*world).spoofedByPod)
+	w.run("N13 live tuples", (*world).liveTuples)
+	w.run("N13 VXLAN from pods", (*world).podVXLAN)
+	w.run("N14 malformed from pods", (*world).malformedByPod)
+	w.run("N14 link traffic of pods", (*world).linkOfPod)
+	w.run("N14 options and extension headers that are fine", (*world).unusual)
+}
+
 // A pod may send from its own addresses alone, whoever is asked.
 func (w *world) spoofedByPod() {
 	w.families(func(v6 bool) {

@@ -105,6 +105,45 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
+// filterVillain leads what the villain sends through an ifb of its node.
+func (w *world) filterVillain() {
+	w.Helper()
+	n := w.c.Node("node-a")
+	var ep maps.Endpoint
+	w.must(cluster.Eventually(w.ctx, func() (err error) {
+		var found bool
+		ep, found, err = w.set["node-a"].Endpoints.Get(maps.ToAddr(w.addr("villain", false)))
+		if err == nil && !found {
+			err = errors.New("the villain has no endpoint")
+		}
+		return err
+	}))
+	var dev string
+	w.must(n.Netns.Do(func() error {
+		ifi, err := net.InterfaceByIndex(int(ep.Ifindex))
+		if err == nil {
+			dev = ifi.Name
+		}
+		return err
+	}))
+	for _, args := range [][]string{
+		{"ip", "link", "add", "shaper", "up", "type", "ifb"},
+		{"tc", "qdisc", "add", "dev", dev, "ingress"},
+		{"tc", "filter", "add", "dev", dev, "parent", "ffff:", "protocol", "all", "u32", "match", "u32", "0", "0",
+			"action", "mirred", "egress", "redirect", "dev", "shaper"},
+	} {
+		_, err := n.Exec(w.ctx, args...)
+		w.must(err)
+	}
+	w.must(cluster.Eventually(w.ctx, func() error {
+		entries, err := w.set["node-a"].Filtered.Dump()
+		if err == nil && len(entries) != 2 {
+			err = fmt.Errorf("the villain is not filtered yet: %v", entries)
+		}
+		return err
+	}))
+}
+
 func (w *world) must(err error) {
 	w.Helper()
 	if err != nil {

@@ -452,6 +452,41 @@ func TestFragmentsRiseForTheHost(t *testing.T) {
 	})
 }
 
+// A first fragment that we cannot read does not make the rest of the host's
+// datagram ahead of it: in order, all of it is the host's.
+func TestFragmentsThatTheHostReads(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		w.use(defragging)
+		f := w.f
+		wire := func(pkt []byte) *result {
+			t.Helper()
+			return w.run(shot{hook: fromNetdev, dev: devWire, pkt: pkt})
+		}
+		seg := tcp(ap(f.world, 1), ap(f.nodeA, 22), syn).with(string(pattern(1000))).bytes(t)
+		quote := udp(ap(f.nodeA, 1), ap(f.world, 2)).with(string(pattern(400))).bytes(t)
+		for i, parts := range [][][]byte{
+			cut(seg, 1, 8), // less than a TCP header
+			cut(icmpError(t, f.world, f.nodeA, quote), 2, 48),
+		} {
+			for n, part := range parts {
+				if r := wire(part).is(passed); r.action != actNext {
+					t.Fatalf("datagram %d, fragment %d: action %d", i, n, int32(r.action))
+				}
+			}
+		}
+		// In any other order it comes back in order, and is the host's at both
+		// hooks, whatever its number is by then.
+		for i, parts := range [][][]byte{cut(seg, 3, 8)[:3], cut(icmpError(t, f.world, f.nodeA, quote), 4, 48)[:3]} {
+			for n, pkt := range w.rise(shot{hook: fromNetdev, dev: devWire}, parts) {
+				r := w.risen(fromNetdev, pkt).is(passed)
+				if r := wire(r.out).is(passed); r.action != actNext {
+					t.Fatalf("datagram %d out of order, fragment %d: action %d", i, n, int32(r.action))
+				}
+			}
+		}
+	})
+}
+
 // Nothing but what a hook has sent there comes out, and once.
 func TestFragmentsThatDidNotRise(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {
