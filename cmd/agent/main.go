@@ -21,6 +21,7 @@ import (
 	"github.com/podweir/podweir/internal/agent"
 	"github.com/podweir/podweir/internal/apiserver"
 	"github.com/podweir/podweir/internal/heap"
+	"github.com/podweir/podweir/internal/kubeproxy"
 	"github.com/podweir/podweir/internal/loader"
 	"github.com/podweir/podweir/internal/service"
 	"github.com/podweir/podweir/internal/sourceport"
@@ -151,6 +152,7 @@ When it stops, programs and maps stay in place and traffic goes on;
 }
 
 func cleanupCommand(f *flags) *cobra.Command {
+	kubeProxy := false
 	cmd := &cobra.Command{
 		Use:   "cleanup",
 		Short: "Removes everything an agent left on this node",
@@ -158,11 +160,19 @@ func cleanupCommand(f *flags) *cobra.Command {
 device and the interfaces of pods (running ones lose their network), and puts
 sysctls back that nobody has changed since. The CNI configuration and the plugin
 go as well where --cni-conf-dir and --cni-bin-dir are given. Stop the agent
+first.
+
+With --kube-proxy it removes what a kube-proxy left instead, and nothing of the
+agent's, which may run: kube-proxy's tables of nftables, its chains in iptables
+with the rules that lead to them, and the device kube-ipvs0. End kube-proxy
 first.`,
 		Args: cobra.NoArgs,
-		RunE: func(*cobra.Command, []string) (err error) {
+		RunE: func(cmd *cobra.Command, _ []string) (err error) {
 			if f.Log, err = f.logger(); err != nil {
 				return err
+			}
+			if kubeProxy {
+				return cleanupKubeProxy(cmd.Context(), f.Log)
 			}
 			if err := f.absolute(); err != nil {
 				return err
@@ -171,7 +181,23 @@ first.`,
 		},
 	}
 	cmd.Flags().StringVar(&f.CNIBinDir, "cni-bin-dir", "", "folder of plugins to remove podweir-cni from; empty for none")
+	cmd.Flags().BoolVar(&kubeProxy, "kube-proxy", false, "remove what a kube-proxy left on this node, and nothing of the agent's")
+	cmd.MarkFlagsMutuallyExclusive("kube-proxy", "cni-bin-dir")
 	return cmd
+}
+
+func cleanupKubeProxy(ctx context.Context, log *slog.Logger) error {
+	removed, err := kubeproxy.Remove(ctx)
+	for _, what := range removed {
+		log.Info("removed", "what", what)
+	}
+	if err != nil {
+		return fmt.Errorf("cleanup --kube-proxy: %w", err)
+	}
+	if len(removed) == 0 {
+		log.Info("nothing of kube-proxy's is on this node")
+	}
+	return nil
 }
 
 // complete checks the flags and fills in what they leave open.

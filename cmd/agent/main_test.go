@@ -7,9 +7,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"github.com/podweir/podweir/internal/service"
 )
@@ -194,6 +198,42 @@ func TestMasqueradeFlags(t *testing.T) {
 		case tt.bad == "" && (err != nil || fmt.Sprint(f.Masquerade) != tt.want):
 			t.Errorf("%s: %v, %v", tt.args, f.Masquerade, err)
 		}
+	}
+}
+
+// cleanup --kube-proxy removes what is kube-proxy's and nothing of the agent's.
+func TestCleanupKubeProxy(t *testing.T) {
+	runtime.LockOSThread() // never unlocked: the thread and its namespace end with the test
+	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"kube-ipvs0", "podweir.vxlan"} {
+		if err := netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: name}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for range 2 { // the second time there is nothing
+		cmd := command()
+		cmd.SetArgs([]string{"cleanup", "--kube-proxy", "--log-level", "error"})
+		if err := cmd.ExecuteContext(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	links, err := netlink.LinkList()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, l := range links {
+		names = append(names, l.Attrs().Name)
+	}
+	if slices.Contains(names, "kube-ipvs0") || !slices.Contains(names, "podweir.vxlan") {
+		t.Errorf("left: %q", names)
+	}
+	cmd := command()
+	cmd.SetArgs([]string{"cleanup", "--kube-proxy", "--cni-bin-dir", "/opt/cni/bin"})
+	if err := cmd.ExecuteContext(t.Context()); err == nil || !strings.Contains(err.Error(), "cni-bin-dir") {
+		t.Errorf("with a flag about the agent's: %v", err)
 	}
 }
 

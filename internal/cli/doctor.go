@@ -16,8 +16,8 @@ func (s *session) doctorCommand() *cobra.Command {
 		Short: "Look for what is broken on this node, and say what to do",
 		Long: `Look for what is broken on this node, and say what to do.
 
-Run it in the node's own network namespace, with the programs of its firewall
-(nft, iptables) in the path. Exit status: 0 if nothing fails, warnings or not;
+Run it in the node's own network namespace; for what the node's firewall lets
+in, with the programs of that (nft, iptables) in the path. Exit status: 0 if nothing fails, warnings or not;
 1 if something does.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

@@ -10,6 +10,7 @@ import (
 
 	"github.com/podweir/podweir/internal/api"
 	"github.com/podweir/podweir/internal/firewall"
+	"github.com/podweir/podweir/internal/kubeproxy"
 	"github.com/podweir/podweir/internal/maps"
 )
 
@@ -436,6 +437,9 @@ func (fakeHost) Devices() (map[string]int, error)   { return map[string]int{"eth
 func (fakeHost) Route(a netip.Addr) (string, error) { return "eth0", nil }
 func (fakeHost) AskDNS(context.Context, netip.AddrPort) error {
 	return errors.New("i/o timeout")
+}
+func (fakeHost) KubeProxy(context.Context) (kubeproxy.Leftovers, error) {
+	return kubeproxy.Leftovers{}, nil
 }
 func (fakeHost) Firewall(context.Context) (firewall.Ruleset, []error) {
 	set, err := firewall.IPTables("iptables-nft", "ip", "*filter\n:INPUT DROP [0:0]\n:FORWARD DROP [0:0]\nCOMMIT\n")

@@ -36,23 +36,23 @@ func DefaultConf() []byte {
 // names that end like this.
 const temporary = ".podweir-tmp"
 
-// makeFolder makes the folder of plugins where the one around it is there. Where
-// it is not, the name is more likely a mistake than a wish: a runtime would
-// never look there.
-func makeFolder(dir string) error {
+// makeFolder makes a folder where the one around it is there. Where it is not,
+// the name is more likely a mistake than a wish: a runtime would never look
+// there.
+func makeFolder(what, dir string) error {
 	err := os.Mkdir(dir, 0o755)
 	if errors.Is(err, fs.ErrExist) {
 		var st fs.FileInfo
 		if st, err = os.Stat(dir); err == nil && !st.IsDir() {
-			return fmt.Errorf("folder of CNI plugins: %s is a file", dir)
+			return fmt.Errorf("folder of %s: %s is a file", what, dir)
 		}
 	}
 	if errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("folder of CNI plugins: %s cannot be made, as there is no %s: is the name right? If so, make that folder first (mkdir -p %s)",
-			dir, filepath.Dir(dir), filepath.Dir(dir))
+		return fmt.Errorf("folder of %s: %s cannot be made, as there is no %s: is the name right? If so, make that folder first (mkdir -p %s)",
+			what, dir, filepath.Dir(dir), filepath.Dir(dir))
 	}
 	if err != nil {
-		return fmt.Errorf("folder of CNI plugins: %w", err)
+		return fmt.Errorf("folder of %s: %w", what, err)
 	}
 	return nil
 }
@@ -63,7 +63,7 @@ func Program(from, dir string) (changed bool, err error) {
 	if err != nil {
 		return false, fmt.Errorf("CNI plugin: %w", err)
 	}
-	if err := makeFolder(dir); err != nil {
+	if err := makeFolder("CNI plugins", dir); err != nil {
 		return false, err
 	}
 	if changed, err = replace(filepath.Join(dir, Plugin), data, 0o755); err != nil {
@@ -102,8 +102,8 @@ func Conf(dir, name string, data []byte) (changed bool, first string, err error)
 	if err := CheckConf(name, data); err != nil {
 		return false, "", err
 	}
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return false, "", fmt.Errorf("folder of CNI configurations: %w", err)
+	if err := makeFolder("CNI configurations", dir); err != nil {
+		return false, "", err
 	}
 	if changed, err = replace(filepath.Join(dir, name), data, 0o644); err != nil {
 		return false, "", fmt.Errorf("CNI configuration: %w", err)

@@ -105,6 +105,20 @@ func TestProgramInAFolderThatIsNone(t *testing.T) {
 	}
 }
 
+// So is one of configurations: the runtime would not look there.
+func TestConfInAFolderThatIsNone(t *testing.T) {
+	dir := t.TempDir()
+	put(t, dir, map[string]string{"file": ""})
+	for name, want := range map[string]string{"ect/cni/net.d": filepath.Join(dir, "ect/cni") + ": is the name right", "file": "is a file"} {
+		if _, _, err := Conf(filepath.Join(dir, name), DefaultConfName, DefaultConf()); err == nil || !strings.Contains(err.Error(), "CNI configurations") || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %q", name, err, want)
+		}
+	}
+	if got := names(t, dir); !slices.Equal(got, []string{"file"}) {
+		t.Errorf("folder has %v", got)
+	}
+}
+
 // What the default says, in the eyes of the library that runtimes use.
 func TestDefaultConf(t *testing.T) {
 	dir := t.TempDir()

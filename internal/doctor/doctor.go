@@ -6,6 +6,7 @@ import (
 
 	"github.com/podweir/podweir/internal/api"
 	"github.com/podweir/podweir/internal/firewall"
+	"github.com/podweir/podweir/internal/kubeproxy"
 )
 
 // State of a finding.
@@ -36,6 +37,9 @@ type Host interface {
 	// Firewall reads the node's packet filters, with the programs that are
 	// there; the errors are those of the rest.
 	Firewall(ctx context.Context) (firewall.Ruleset, []error)
+	// KubeProxy looks for what a kube-proxy has left; with an error it is
+	// not all.
+	KubeProxy(ctx context.Context) (kubeproxy.Leftovers, error)
 	// Sysctl reads one, as a path below /proc/sys.
 	Sysctl(name string) (string, error)
 	// Devices are the MTUs of all devices.

@@ -12,6 +12,7 @@ import (
 
 	"github.com/podweir/podweir/internal/api"
 	"github.com/podweir/podweir/internal/firewall"
+	"github.com/podweir/podweir/internal/kubeproxy"
 )
 
 const veth = "pw0123456789a"
@@ -26,6 +27,8 @@ type fakeHost struct {
 	mtus     map[string]int
 	routes   map[netip.Addr]string
 	silent   map[netip.AddrPort]bool
+	left     kubeproxy.Leftovers
+	leftErr  error
 	err      error
 }
 
@@ -66,6 +69,9 @@ func (h *fakeHost) AskDNS(_ context.Context, to netip.AddrPort) error {
 		return errors.New("i/o timeout")
 	}
 	return h.err
+}
+func (h *fakeHost) KubeProxy(context.Context) (kubeproxy.Leftovers, error) {
+	return h.left, h.leftErr
 }
 func (h *fakeHost) Sysctl(name string) (string, error) {
 	v, ok := h.sysctls[name]
@@ -172,10 +178,14 @@ func TestChecks(t *testing.T) {
 			h.silent[dnsVIP], h.silent[dnsPods[0]], h.silent[dnsPods[1]] = true, true, true
 		},
 			[]string{"fail dns|None of its endpoints answers|targetPort"}},
-		{"kube-proxy was here", func(h *fakeHost, _ *Facts) { h.rules = ":KUBE-SERVICES - [0:0]\n:KUBE-SVC-X - [0:0]" },
-			[]string{"warn leftovers|iptables-legacy, table ip filter, chain KUBE-SERVICES|kube-proxy --cleanup"}},
-		{"the kubelet's chains", func(h *fakeHost, _ *Facts) { h.rules = ":KUBE-FIREWALL - [0:0]\n:KUBE-KUBELET-CANARY - [0:0]" }, nil},
-		{"IPVS was here", func(h *fakeHost, _ *Facts) { h.mtus["kube-ipvs0"] = 1500 }, []string{"warn leftovers|kube-ipvs0"}},
+		{"kube-proxy was here", func(h *fakeHost, _ *Facts) {
+			h.left.Tables = []kubeproxy.Table{{Kind: kubeproxy.IPTablesLegacy, Family: "ip", Name: "filter", Chains: []string{"KUBE-FORWARD", "KUBE-SERVICES"}}}
+		}, []string{"warn leftovers|iptables-legacy, table ip filter, chain KUBE-SERVICES|podweir-agent cleanup --kube-proxy|kube-proxy --cleanup"}},
+		{"kube-proxy is here", func(h *fakeHost, _ *Facts) {
+			h.left.Running, h.left.Tables = "process 7", []kubeproxy.Table{{Kind: kubeproxy.NFTables, Family: "ip6", Name: "kube-proxy"}}
+		}, []string{"warn leftovers|process 7|delete daemonset kube-proxy", "warn leftovers|nftables, table ip6 kube-proxy|end kube-proxy first"}},
+		{"IPVS was here", func(h *fakeHost, _ *Facts) { h.left.Device = true }, []string{"warn leftovers|kube-ipvs0"}},
+		{"leftovers that cannot be read", func(h *fakeHost, _ *Facts) { h.leftErr = errors.New("CAP_NET_ADMIN") }, []string{"warn leftovers|cannot be read: CAP_NET_ADMIN"}},
 		{"filtered", func(h *fakeHost, f *Facts) {
 			f.Status.Devices[3].Filters, h.programs[9] = "filters", []string{"from_pod_judge", "to_pod"}
 		}, nil},

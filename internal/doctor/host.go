@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/podweir/podweir/internal/firewall"
+	"github.com/podweir/podweir/internal/kubeproxy"
 	"github.com/podweir/podweir/internal/loader"
 )
 
@@ -23,6 +24,10 @@ type osHost struct{ bpffs string }
 func (h osHost) Programs(ifindex int) ([]string, error) { return loader.Programs(ifindex) }
 
 func (h osHost) Pinned() (map[int][]string, error) { return loader.Pinned(h.bpffs) }
+
+func (h osHost) KubeProxy(ctx context.Context) (kubeproxy.Leftovers, error) {
+	return kubeproxy.Find(ctx)
+}
 
 func (h osHost) Sysctl(name string) (string, error) {
 	b, err := os.ReadFile(filepath.Join("/proc/sys", name))

@@ -127,17 +127,12 @@ func checkDNS(ctx context.Context, f Facts) (out []Finding) {
 
 // checkLeftovers looks for what a kube-proxy has left.
 func checkLeftovers(ctx context.Context, f Facts) (out []Finding) {
-	rules, _ := f.Host.Firewall(ctx) // what cannot be read the firewall's check says
-	const wayOut = "if no kube-proxy runs on this node any more: kube-proxy --cleanup, or a reboot"
-	for _, where := range rules.KubeProxy() {
-		out = append(out, Finding{State: Warn, Object: where, WayOut: wayOut,
-			Text: "rules of kube-proxy are there: they translate what this host sends by UDP before podweir does, to endpoints of another time if none is at work"})
+	left, err := f.Host.KubeProxy(ctx)
+	for _, t := range left.Troubles() {
+		out = append(out, Finding{State: Warn, Object: t.Object, Text: t.Text, WayOut: t.WayOut})
 	}
-	if devices, err := f.Host.Devices(); err == nil {
-		if _, there := devices["kube-ipvs0"]; there {
-			out = append(out, Finding{State: Warn, Object: "Device kube-ipvs0", WayOut: wayOut,
-				Text: "kube-proxy's device of IPVS mode is there, with the services' addresses: this node takes them for its own"})
-		}
+	if err != nil {
+		out = append(out, Finding{State: Warn, Text: fmt.Sprintf("what a kube-proxy may have left cannot be read: %v", err)})
 	}
 	return out
 }

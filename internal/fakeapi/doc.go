@@ -10,6 +10,7 @@
 //   - List, watch, bookmarks at the end of initial events (WatchList) and
 //     410 Gone behave as in Kubernetes. Limits are ignored: a list is whole,
 //     unless a test wants it in two parts.
+//   - Groups and their versions are described (discovery), in JSON.
 //   - Label selectors work, and field selectors by name, namespace, clusterIP
 //     and nodeName: other clients than the agent, such as kube-proxy, watch
 //     what they would elsewhere.

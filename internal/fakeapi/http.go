@@ -40,8 +40,55 @@ func (s *Server) find(path string) (string, *resource) {
 	return "", nil
 }
 
-// ServeHTTP answers lists and watches over all namespaces.
+// discovery is what the server says of a group (/apis/GROUP) or of one of its
+// versions; nil where it has nothing of that name. A kind that is missing on
+// purpose is not named.
+func (s *Server) discovery(path string) any {
+	path, ok := strings.CutPrefix(path, "/apis/")
+	if !ok {
+		return nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	defer func() {
+		close(s.changed)
+		s.changed = make(chan struct{})
+	}()
+	group := metav1.APIGroup{TypeMeta: metav1.TypeMeta{Kind: "APIGroup", APIVersion: "v1"}, Name: path}
+	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: path}
+	for _, name := range slices.Sorted(maps.Keys(s.resources)) {
+		r := s.resources[name]
+		gvk := r.gvk()
+		if gvk.Group == path {
+			r.looks++
+		}
+		if r.fail == http.StatusNotFound {
+			continue
+		}
+		if v := (metav1.GroupVersionForDiscovery{GroupVersion: r.apiVersion, Version: gvk.Version}); gvk.Group == path && !slices.Contains(group.Versions, v) {
+			group.Versions = append(group.Versions, v)
+		}
+		if r.apiVersion == path {
+			list.APIResources = append(list.APIResources, metav1.APIResource{Name: name, Kind: r.kind, Verbs: metav1.Verbs{"list", "watch"}})
+		}
+	}
+	switch {
+	case len(group.Versions) > 0:
+		group.PreferredVersion = group.Versions[0]
+		return group
+	case len(list.APIResources) > 0:
+		return list
+	}
+	return nil
+}
+
+// ServeHTTP answers lists and watches over all namespaces, and discovery.
 func (s *Server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	if d := s.discovery(req.URL.Path); d != nil && req.Method == http.MethodGet {
+		w.Header().Set("Content-Type", "application/json")
+		_ = json.NewEncoder(w).Encode(d) // the client may have gone
+		return
+	}
 	name, r := s.find(req.URL.Path)
 	q := req.URL.Query()
 	isWatch := q.Get("watch") == "true" || q.Get("watch") == "1"

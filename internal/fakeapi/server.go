@@ -69,6 +69,7 @@ type resource struct {
 	begun            int  // lists of which a part was sent
 	cut              chan struct{}
 	open             int // watches
+	looks            int // discoveries of its group
 }
 
 type event struct {
@@ -344,6 +345,7 @@ type Stats struct {
 	Begun   int // lists of which a part was sent
 	Watches int // without initial events
 	Open    int // watches now
+	Looks   int // at what there is of its group
 }
 
 // Await waits until the stats of a resource satisfy a condition. It fails the
@@ -353,7 +355,7 @@ func (s *Server) Await(t testing.TB, resource string, ok func(Stats) bool) Stats
 	for {
 		s.mu.Lock()
 		r := s.resources[resource]
-		st := Stats{r.lists, r.begun, r.watches, r.open}
+		st := Stats{r.lists, r.begun, r.watches, r.open, r.looks}
 		changed := s.changed
 		s.mu.Unlock()
 		if ok(st) {

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
-	"strings"
 )
 
 // Packet is what is asked about: one that arrives for the node and belongs to
@@ -131,29 +130,6 @@ func (r Ruleset) ForwardDrops() (out []string) {
 		}
 	}
 	return out
-}
-
-// KubeProxy names the tables that a kube-proxy has chains in, with one of them.
-// The kubelet's own chains, which begin with KUBE- too, are none.
-func (r Ruleset) KubeProxy() (out []string) {
-	seen := make(map[[3]string]bool)
-	for _, c := range r.chains {
-		table := [3]string{c.program, c.family, c.table}
-		if !seen[table] && (c.program == "nft" && c.table == "kube-proxy" || ofKubeProxy(c.name)) {
-			seen[table] = true
-			out = append(out, c.String())
-		}
-	}
-	return out
-}
-
-func ofKubeProxy(chain string) bool {
-	for _, p := range []string{"KUBE-SVC-", "KUBE-SEP-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SVL-", "KUBE-PROXY-"} {
-		if strings.HasPrefix(chain, p) {
-			return true
-		}
-	}
-	return slices.Contains([]string{"KUBE-SERVICES", "KUBE-EXTERNAL-SERVICES", "KUBE-NODEPORTS", "KUBE-FORWARD"}, chain)
 }
 
 // base are the chains of a hook in the order that packets meet them.

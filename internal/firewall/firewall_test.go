@@ -2,7 +2,6 @@ package firewall
 
 import (
 	"net/netip"
-	"slices"
 	"strings"
 	"testing"
 )
@@ -129,40 +128,5 @@ func TestNFT(t *testing.T) {
 	}
 	if _, err := NFT([]byte("no json"), func(string, string) bool { return false }); err == nil {
 		t.Error("anything is taken")
-	}
-}
-
-// Chains of a kube-proxy are known by their names, in iptables' tables and in
-// one of nft's own; those of the kubelet and of others are not taken for them.
-func TestKubeProxy(t *testing.T) {
-	set, err := IPTables("iptables-nft", "ip", `*nat
-:PREROUTING ACCEPT [0:0]
-:KUBE-MARK-MASQ - [0:0]
-:KUBE-SERVICES - [0:0]
-:KUBE-SVC-NPX46M4PTMTKRN6Y - [0:0]
-COMMIT
-*mangle
-:KUBE-KUBELET-CANARY - [0:0]
-:KUBE-IPTABLES-HINT - [0:0]
-COMMIT
-*filter
-:KUBE-FIREWALL - [0:0]
-:KUBE-ROUTER-FORWARD - [0:0]
-COMMIT
-`)
-	if err != nil {
-		t.Fatal(err)
-	}
-	nft, err := NFT([]byte(`{"nftables": [
-		{"chain": {"family": "ip6", "table": "kube-proxy", "name": "services"}},
-		{"chain": {"family": "ip6", "table": "kube-proxy", "name": "nodeports"}},
-		{"chain": {"family": "inet", "table": "mine", "name": "services"}}]}`), func(string, string) bool { return false })
-	if err != nil {
-		t.Fatal(err)
-	}
-	set.Add(nft)
-	want := []string{"iptables-nft, table ip nat, chain KUBE-SERVICES", "nft, table ip6 kube-proxy, chain services"}
-	if got := set.KubeProxy(); !slices.Equal(got, want) {
-		t.Errorf("%q, want %q", got, want)
 	}
 }

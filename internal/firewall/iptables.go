@@ -46,7 +46,7 @@ func IPTables(program, family, text string) (Ruleset, error) {
 			if c == nil {
 				return set, fmt.Errorf("%s-save: %q is for a chain that is not there", program, line)
 			}
-			r.conds = append(r.conds, iptablesConds(&r, words(line)[2:])...)
+			r.conds = append(r.conds, iptablesConds(&r, Words(line)[2:])...)
 			c.rules = append(c.rules, r)
 		}
 	}
@@ -54,7 +54,7 @@ func IPTables(program, family, text string) (Ruleset, error) {
 }
 
 func iptablesRule(line string) (rule, string) {
-	w := words(line)
+	w := Words(line)
 	if len(w) < 2 {
 		return rule{text: line}, ""
 	}
@@ -132,8 +132,8 @@ func iptablesTarget(name string, isGoto bool) (verdict, string) {
 	return jump, name
 }
 
-// words splits a line; what is in quotes is one.
-func words(line string) (out []string) {
+// Words splits a line; what is in quotes is one.
+func Words(line string) (out []string) {
 	var b strings.Builder
 	quoted, any := false, false
 	for i := 0; i < len(line); i++ {

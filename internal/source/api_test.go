@@ -5,8 +5,12 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/http"
+	"net/http/httptest"
 	"slices"
+	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -299,7 +303,7 @@ func TestAPIClusterPolicies(t *testing.T) {
 				fill(s)
 				s.Fail(404, fakeapi.ClusterPolicies)
 				src := NewAPI(client(t, s.Config()), tables, testLog(t)).(*apiSource)
-				src.askAgain = 10 * time.Millisecond
+				src.lookEvery = 10 * time.Millisecond // and not the list itself, for two minutes
 				run(t, src)
 				waitSynced(t, tables)
 				if n := tables.ClusterPolicies.NumObjects(tables.DB.ReadTxn()); n != 0 {
@@ -308,6 +312,7 @@ func TestAPIClusterPolicies(t *testing.T) {
 				if n := tables.Problems.NumObjects(tables.DB.ReadTxn()); n != 0 {
 					t.Errorf("an absent API is no problem, but %d stand", n)
 				}
+				s.Await(t, fakeapi.ClusterPolicies, func(st fakeapi.Stats) bool { return st.Looks > 1 && st.Lists+st.Watches == 0 })
 				s.Fail(0, fakeapi.ClusterPolicies)
 				await(t, tables, tables.ClusterPolicies, "the policy", exactly[*v1beta1.ClusterNetworkPolicy]("deny"))
 				p := &v1beta1.ClusterNetworkPolicy{ObjectMeta: meta("", "more")}
@@ -322,6 +327,62 @@ func TestAPIClusterPolicies(t *testing.T) {
 				s.Forget(fakeapi.ClusterPolicies)
 				await(t, tables, tables.ClusterPolicies, "none", exactly[*v1beta1.ClusterNetworkPolicy]())
 			})
+		})
+	}
+}
+
+// What the server says of its groups is asked for as little as it takes.
+func TestServes(t *testing.T) {
+	const group = "/apis/policy.networking.k8s.io"
+	versions := func(list ...string) string {
+		out := []string{}
+		for _, v := range list {
+			out = append(out, `{"groupVersion":"policy.networking.k8s.io/`+v+`","version":"`+v+`"}`)
+		}
+		return `{"kind":"APIGroup","apiVersion":"v1","name":"policy.networking.k8s.io","versions":[` + strings.Join(out, ",") + `]}`
+	}
+	const with, without = `{"kind":"APIResourceList","resources":[{"name":"clusternetworkpolicies"}]}`, `{"kind":"APIResourceList","resources":[{"name":"adminnetworkpolicies"}]}`
+	for _, c := range []struct {
+		name     string
+		answers  map[string]string // a number is a status
+		want     bool
+		fails    bool
+		requests int
+	}{
+		{"no group", nil, false, false, 1},
+		{"other versions", map[string]string{group: versions("v1alpha1")}, false, false, 1},
+		{"other kinds", map[string]string{group: versions("v1beta1", "v1alpha2"), group + "/v1beta1": without, group + "/v1alpha2": without}, false, false, 3},
+		{"the best version", map[string]string{group: versions("v1alpha2", "v1beta1"), group + "/v1beta1": with}, true, false, 2},
+		{"another", map[string]string{group: versions("v1alpha2"), group + "/v1alpha2": with}, true, false, 2},
+		{"gone meanwhile", map[string]string{group: versions("v1beta1")}, false, false, 2},
+		{"forbidden", map[string]string{group: "403"}, false, true, 1},
+		{"in trouble", map[string]string{group: versions("v1beta1"), group + "/v1beta1": "500"}, false, true, 2},
+		{"nonsense", map[string]string{group: "<html>"}, false, true, 1},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var requests atomic.Int32
+			s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+				requests.Add(1)
+				answer, ok := c.answers[req.URL.Path]
+				if !ok {
+					answer = "404"
+				}
+				if status, err := strconv.Atoi(answer); err == nil {
+					w.WriteHeader(status)
+					return
+				}
+				w.Header().Set("Content-Type", "application/json")
+				fmt.Fprint(w, answer)
+			}))
+			defer s.Close()
+			i := slices.IndexFunc(kinds(), func(k kind) bool { return k.name == "ClusterNetworkPolicy" })
+			got, err := client(t, &rest.Config{Host: s.URL, QPS: -1}).serves(t.Context(), kinds()[i])
+			if got != c.want || (err != nil) != c.fails {
+				t.Errorf("%v, %v; want %v, an error: %v", got, err, c.want, c.fails)
+			}
+			if n := int(requests.Load()); n != c.requests {
+				t.Errorf("%d requests, want %d", n, c.requests)
+			}
 		})
 	}
 }

@@ -2,8 +2,10 @@ package source
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"net/http"
+	"slices"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -88,6 +90,55 @@ func groupClient(rc *rest.Config, shared *http.Client, gv schema.GroupVersion) (
 		of.APIPath = "/api"
 	}
 	return rest.RESTClientForConfigAndClient(of, shared)
+}
+
+// serves says whether the server has a kind in one of its versions, by what it
+// tells everybody of its groups: one small request while it does not have the
+// group.
+func (c *Client) serves(ctx context.Context, k kind) (bool, error) {
+	var versions []schema.GroupVersion
+	for _, v := range append([]string{k.apiVersion}, k.also...) {
+		gv, err := schema.ParseGroupVersion(v)
+		if err != nil {
+			return false, err
+		}
+		versions = append(versions, gv)
+	}
+	path := "/apis/" + versions[0].Group
+	get := func(path string, into any) error {
+		body, err := c.groups[versions[0]].Get().AbsPath(path).MaxRetries(0).Do(ctx).Raw()
+		if err != nil {
+			return err
+		}
+		if err := json.Unmarshal(body, into); err != nil {
+			return fmt.Errorf("%s: %w", path, err)
+		}
+		return nil
+	}
+	var group metav1.APIGroup
+	if err := get(path, &group); err != nil {
+		return false, ignoreNotFound(err)
+	}
+	for _, gv := range versions {
+		if !slices.ContainsFunc(group.Versions, func(v metav1.GroupVersionForDiscovery) bool { return v.Version == gv.Version }) {
+			continue
+		}
+		var have metav1.APIResourceList
+		if err := get(path+"/"+gv.Version, &have); ignoreNotFound(err) != nil {
+			return false, err
+		}
+		if slices.ContainsFunc(have.APIResources, func(r metav1.APIResource) bool { return r.Name == k.resource }) {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+func ignoreNotFound(err error) error {
+	if apierrors.IsNotFound(err) {
+		return nil
+	}
+	return err
 }
 
 // listWatch reads all objects of a kind, in all namespaces, in the first of its

@@ -270,7 +270,8 @@ func (l *lifecycleWorld) cutOff(w *world) {
 	})
 }
 
-// L4: rules of a kube-proxy that was here before are named.
+// L4: rules of a kube-proxy that was here before are named, and removed on
+// request, in the agent's pod.
 func (l *lifecycleWorld) leftovers(w *world) {
 	n := w.nodes[1]
 	run := func(args ...string) {
@@ -280,7 +281,7 @@ func (l *lifecycleWorld) leftovers(w *world) {
 		}
 	}
 	doctor := func() string {
-		out, _ := w.output(w.ctx, onNode(n), "podweir", "doctor")
+		out, _ := w.podweir(w.ctx, n.name, "doctor")
 		return string(out)
 	}
 	if out := doctor(); strings.Contains(out, "WARN leftovers") {
@@ -289,14 +290,20 @@ func (l *lifecycleWorld) leftovers(w *world) {
 	run("iptables", "-t", "nat", "-N", "KUBE-SERVICES")
 	run("nft", "add", "table", "ip6", "kube-proxy")
 	run("nft", "add", "chain", "ip6", "kube-proxy", "services")
-	defer func() {
-		run("iptables", "-t", "nat", "-X", "KUBE-SERVICES")
-		run("nft", "delete", "table", "ip6", "kube-proxy")
-	}()
 	out := doctor()
 	for _, want := range []string{"KUBE-SERVICES", "table ip6 kube-proxy", "kube-proxy --cleanup"} {
 		if !strings.Contains(out, want) {
 			w.Errorf("podweir doctor does not say %q:\n%s", want, out)
 		}
+	}
+	a := w.agent(w.ctx, n.name)
+	if a == nil {
+		w.Fatal("no agent on " + n.name)
+	}
+	if out, err := w.output(background(w), inPod(a), "podweir-agent", "cleanup", "--kube-proxy"); err != nil {
+		w.Fatalf("%v\n%s", err, out)
+	}
+	if out := doctor(); strings.Contains(out, "WARN leftovers") {
+		w.Errorf("after the cleanup:\n%s", out)
 	}
 }
