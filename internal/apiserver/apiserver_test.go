@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/pem"
 	"errors"
+	"io/fs"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -242,6 +243,26 @@ func TestWithoutAccount(t *testing.T) {
 	t.Setenv("KUBERNETES_SERVICE_HOST", "")
 	if _, _, err := Config(Options{}); !errors.Is(err, ErrNone) {
 		t.Errorf("error %v", err)
+	}
+}
+
+// A kubeconfig that cannot be used is named, with the flag that gave it.
+func TestKubeconfigIsNamed(t *testing.T) {
+	dir := t.TempDir()
+	for name, content := range map[string]string{"empty": "", "broken": "clusters: {", "other": "clusters: []\n"} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, name := range []string{"missing", "empty", "broken", "other"} {
+		file := filepath.Join(dir, name)
+		if _, _, err := Config(Options{Kubeconfig: file}); err == nil || !strings.Contains(err.Error(), "--kubeconfig "+file+": ") {
+			t.Errorf("%s: error %v", name, err)
+		}
+	}
+	_, _, err := Config(Options{Kubeconfig: filepath.Join(dir, "missing")})
+	if !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("a file that is not there: error %v", err)
 	}
 }
 

@@ -38,7 +38,9 @@ type Options struct {
 func Config(o Options) (rc *rest.Config, location string, err error) {
 	switch {
 	case o.Kubeconfig != "":
-		rc, err = clientcmd.BuildConfigFromFlags("", o.Kubeconfig)
+		if rc, err = clientcmd.BuildConfigFromFlags("", o.Kubeconfig); err != nil {
+			err = fmt.Errorf("--kubeconfig %s: %w", o.Kubeconfig, err)
+		}
 	case len(o.Servers) > 0:
 		rc, err = account(o.AccountDir)
 	default:

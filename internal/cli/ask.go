@@ -355,7 +355,7 @@ func (a *asker) end(flag, s string) ([]askEnd, error) {
 	case err != nil:
 		return nil, err
 	case len(pods) == 0:
-		return nil, fmt.Errorf("%s %s: there is no such pod", flag, s)
+		return nil, fmt.Errorf("%s %s: there is no such pod; a service is asked about by its address ('podweir services' lists them)", flag, s)
 	case len(pods[0].Addrs) == 0:
 		return nil, fmt.Errorf("%s %s: the pod has no address yet", flag, s)
 	}
