@@ -145,6 +145,17 @@ func TestDoctor(t *testing.T) {
 		commands(t, ctx, p.Netns, c.command)
 		finds(t, ctx, n, doctor.Warn, "pods", "Pod default/changed", c.says)
 	}
+	veth := hostSide(t, p).Attrs()
+	do("ip link del %s", veth.Name)
+	eventually(t, ctx, func() error {
+		bad := examine(t, ctx, n)
+		for _, f := range bad {
+			if f.State == doctor.Fail && f.Check == "pods" && f.Object == "Pod default/changed" && strings.Contains(f.Text, veth.Name+" is gone") {
+				return nil
+			}
+		}
+		return fmt.Errorf("found %+v, which does not say that %s is gone", bad, veth.Name)
+	})
 	ok(t, p.Delete(ctx))
 	well(t, ctx, n)
 
@@ -189,7 +200,7 @@ func TestDoctor(t *testing.T) {
 
 	// Without the agent: what nobody mends.
 	ok(t, n.KillAgent(ctx))
-	veth := hostSide(t, w.client).Attrs()
+	veth = hostSide(t, w.client).Attrs()
 	ok(t, n.Sysctl("net/ipv4/conf/"+veth.Name+"/rp_filter", "1"))
 	ok(t, n.Sysctl("net/ipv4/ip_forward", "0"))
 	l, err := link.LoadPinnedLink(filepath.Join(n.BPFFS(), "links", fmt.Sprintf("%d-from_pod", veth.Index)), nil)
