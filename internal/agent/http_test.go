@@ -112,7 +112,8 @@ func TestAnswers(t *testing.T) {
 	}
 	var services api.Services
 	read(api.PathServices, &services)
-	if len(services.Services) != 1 || services.Services[0].Backends[0] != netip.MustParseAddrPort("10.244.158.65:8080") {
+	if len(services.Services) != 1 || services.Services[0].Backends[0] != netip.MustParseAddrPort("10.244.158.65:8080") ||
+		services.Services[0].Slices != 1 || services.Services[0].Endpoints != 1 {
 		t.Errorf("services %+v", services)
 	}
 	var endpoints api.Endpoints

@@ -86,10 +86,18 @@ func (a *Agent) Status(ctx context.Context) (api.Status, error) {
 func (a *Agent) Services(ctx context.Context) (api.Services, error) {
 	out := api.Services{Services: []api.Service{}}
 	err := a.do(ctx, func() {
+		txn := a.tables.DB.ReadTxn()
 		for owner, c := range a.services.byOwner {
 			for i := range c.Ports {
 				if st := a.services.ports[c.Ports[i].Key()]; st != nil {
-					out.Services = append(out.Services, servicePort(owner, &c.Ports[i], st))
+					s := servicePort(owner, &c.Ports[i], st)
+					for slice := range a.tables.Slices.List(txn, table.SlicesByService(owner.Namespace, owner.Name)) {
+						if string(slice.AddressType) == string(c.Ports[i].Family) {
+							s.Slices++
+							s.Endpoints += len(slice.Endpoints)
+						}
+					}
+					out.Services = append(out.Services, s)
 				}
 			}
 		}

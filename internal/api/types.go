@@ -187,6 +187,10 @@ type Service struct {
 	Backends []netip.AddrPort `json:"backends"`
 	// External are those for clients outside, of external frontends.
 	External []netip.AddrPort `json:"external,omitempty"`
+	// Slices are the service's EndpointSlices of that family, Endpoints all
+	// that these name, whatever their conditions.
+	Slices    int `json:"slices"`
+	Endpoints int `json:"endpoints"`
 	// SourceRanges that load-balancer IPs answer to.
 	SourceRanges []string `json:"sourceRanges,omitempty"`
 }

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/podweir/podweir/internal/api"
+	"github.com/podweir/podweir/internal/cniapi"
+	"github.com/podweir/podweir/internal/endpoint"
 )
 
 // Agent answers the requests of package api.
@@ -104,3 +106,20 @@ type agentDownError struct{ err error }
 
 func (e *agentDownError) Error() string { return e.err.Error() }
 func (e *agentDownError) Unwrap() error { return e.err }
+
+// plugged asks the agent what the runtime's CHECK does.
+func plugged(socket string) func(context.Context, api.Endpoint) error {
+	client := cniapi.NewClient(socket)
+	return func(ctx context.Context, ep api.Endpoint) error {
+		ctx, cancel := context.WithTimeout(ctx, agentTimeout)
+		defer cancel()
+		err := client.Check(ctx, endpoint.Request{ContainerID: ep.ContainerID, IfName: ep.IfName})
+		switch e := endpoint.AsError(err); {
+		case e == nil, e.Code == endpoint.CodeUnknownContainer: // it went meanwhile
+			return nil
+		case e.Code == endpoint.CodeDiffers:
+			return errors.New(e.Details)
+		}
+		return err
+	}
+}

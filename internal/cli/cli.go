@@ -15,6 +15,7 @@ import (
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
+	"github.com/podweir/podweir/internal/api"
 	"github.com/podweir/podweir/internal/doctor"
 	"github.com/podweir/podweir/internal/version"
 )
@@ -48,6 +49,8 @@ type Env struct {
 	DialAgent func(socket string) Agent
 	// Host is the node's kernel, for doctor.
 	Host func(bpffs string) doctor.Host
+	// Plugged asks the agent about a pod's interface, for doctor.
+	Plugged func(socket string) func(context.Context, api.Endpoint) error
 	// Now is CLOCK_MONOTONIC in nanoseconds, the clock of the flows.
 	Now func() uint64
 	// Version is this program's.
@@ -63,6 +66,7 @@ func OSEnv() Env {
 		OpenMaps:  OpenMaps,
 		DialAgent: DialAgent,
 		Host:      doctor.OSHost,
+		Plugged:   plugged,
 		Now: func() uint64 {
 			var ts unix.Timespec
 			if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {

@@ -36,6 +36,7 @@ func run(m *fakeMaps, agent Agent, args ...string) string {
 		},
 		DialAgent: func(string) Agent { return agent },
 		Host:      func(string) doctor.Host { return fakeHost{} },
+		Plugged:   func(string) func(context.Context, api.Endpoint) error { return fakePlugged },
 		Now:       func() uint64 { return bootTime },
 		Version:   "v0.2.0",
 		IfName: func(ifindex uint32) string {

@@ -391,10 +391,10 @@ func planAgent() fakeAgent {
 		api.PathServices: api.Services{Services: []api.Service{
 			{Namespace: "default", Name: "web", Port: "http", ID: 12}, {Namespace: "default", Name: "web", Port: "http", ID: 13},
 			{Namespace: "kube-system", Name: "dns", ID: 14}, {Namespace: "default", Name: "sig", ID: 15},
-			{Namespace: "default", Name: "lb", ID: 20,
+			{Namespace: "default", Name: "lb", Protocol: "TCP", ID: 20, Slices: 1, Endpoints: 2,
 				Frontends: []netip.AddrPort{netip.MustParseAddrPort("10.98.0.20:80"), netip.MustParseAddrPort("0.0.0.0:30080"), netip.MustParseAddrPort("192.0.2.80:80")},
 				Types:     []string{"ClusterIP", "NodePort", "LoadBalancer"}},
-			{Kind: "Pod", Namespace: "default", Name: "client", Port: "8888", ID: 22,
+			{Kind: "Pod", Namespace: "default", Name: "client", Port: "8888", Protocol: "TCP", ID: 22,
 				Frontends: []netip.AddrPort{netip.MustParseAddrPort("172.31.0.2:8888")}, Types: []string{"HostPort"}},
 		}},
 		api.PathEndpoints: api.Endpoints{Endpoints: []api.Endpoint{
@@ -447,4 +447,9 @@ func (fakeHost) Firewall(context.Context) (firewall.Ruleset, []error) {
 		return set, []error{err}
 	}
 	return set, nil
+}
+
+// fakePlugged is asked about pods whose interface the host has: none.
+func fakePlugged(_ context.Context, ep api.Endpoint) error {
+	return errors.New("asked about " + ep.Pod)
 }

@@ -202,7 +202,7 @@ func checkFirewall(ctx context.Context, f Facts) (out []Finding) {
 		out = append(out, Finding{State: Warn, Text: fmt.Sprintf("not all of it can be read: %v", err)})
 	}
 	if chains := rules.ForwardDrops(); len(chains) > 0 {
-		out = append(out, Finding{State: OK, Text: "forwards nothing by itself. No packet of a pod depends on that, but for fragments that come ahead of the first of their datagram: " + strings.Join(chains, "; ")})
+		out = append(out, Finding{State: OK, Text: "forwards nothing by itself. No packet of a pod depends on that: " + strings.Join(chains, "; ")})
 	}
 	if f.Status == nil || !f.Status.Tunnel.Addr.IsValid() {
 		return append(out, Finding{State: Warn, Text: "the agent is not there to say where the tunnel ends"})

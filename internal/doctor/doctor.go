@@ -57,8 +57,16 @@ type Facts struct {
 	// Endpoints and Services as the agent has them; nil without it.
 	Endpoints *api.Endpoints
 	Services  *api.Services
-	Maps      error // why the pinned maps cannot be read
-	Host      Host
+	// Plugged asks the agent whether a pod's interface is as it was made, at
+	// both ends; nil without it.
+	Plugged func(context.Context, api.Endpoint) error
+	// Denials are what policy denied while somebody looked.
+	Denials []api.Event
+	// Missing are frontends that the agent has programmed and the datapath
+	// does not have, by the object and port.
+	Missing map[string][]netip.AddrPort
+	Maps    error // why the pinned maps cannot be read
+	Host    Host
 }
 
 // Check is one question.
@@ -80,8 +88,9 @@ func Checks() []Check {
 		{"mtu", "what is sent fits the devices", checkMTU},
 		{"firewall", "lets the tunnel's packets in", checkFirewall},
 		{"qdiscs", "none is passed by", checkQdiscs},
-		{"pods", "this host reaches those of this node", checkPods},
-		{"services", "have endpoints", checkServices},
+		{"pods", "this host reaches those of this node, and they are plugged as they were", checkPods},
+		{"policy", "nothing was heard of that it denied within a second", checkPolicy},
+		{"services", "have endpoints, and the datapath has them", checkServices},
 		{"dns", "the cluster's resolver answers", checkDNS},
 		{"leftovers", "nothing of kube-proxy's is seen", checkLeftovers},
 	}

@@ -132,7 +132,7 @@ func TestChecks(t *testing.T) {
 		{"no agent", func(_ *fakeHost, f *Facts) {
 			f.Status, f.Endpoints, f.Services, f.Agent = nil, nil, nil, errors.New("connection refused")
 		},
-			[]string{"fail agent|connection refused", "warn mtu", "warn firewall", "warn qdiscs", "warn pods", "warn services", "warn dns"}},
+			[]string{"fail agent|connection refused", "warn mtu", "warn firewall", "warn qdiscs", "warn pods", "warn policy", "warn services", "warn dns"}},
 		{"not ready", func(_ *fakeHost, f *Facts) { f.Status.NotReady = []string{"no lists"} }, []string{"fail agent|not ready: no lists"}},
 		{"a problem", func(_ *fakeHost, f *Facts) {
 			f.Status.Problems = []api.Problem{{Object: "Service default/web", Error: "bad"}}
@@ -143,7 +143,7 @@ func TestChecks(t *testing.T) {
 		{"a program, without the agent", func(h *fakeHost, f *Facts) {
 			h.programs[2] = []string{"from_netdev"}
 			f.Status = nil
-		}, []string{"fail agent", "fail programs|index 2|to_netdev", "warn mtu", "warn firewall", "warn qdiscs"}},
+		}, []string{"fail agent", "fail programs|index 2|to_netdev", "warn mtu", "warn firewall", "warn qdiscs", "warn policy"}},
 		{"forwarding", func(h *fakeHost, _ *Facts) { h.sysctls["net/ipv4/ip_forward"] = "0" }, []string{"fail sysctls|net.ipv4.ip_forward|is 0 and must be 1"}},
 		{"rp_filter", func(h *fakeHost, _ *Facts) { h.sysctls["net/ipv4/conf/"+veth+"/rp_filter"] = "1" }, []string{"fail sysctls|" + veth + ".rp_filter|must be 2"}},
 		{"a device's forwarding", func(h *fakeHost, _ *Facts) { h.sysctls["net/ipv4/conf/eth0/forwarding"] = "0" }, []string{"fail sysctls|net.ipv4.conf.eth0.forwarding"}},
@@ -167,7 +167,38 @@ func TestChecks(t *testing.T) {
 		{"a pod's route that is another's", func(h *fakeHost, _ *Facts) { h.routes[podAddr] = "eth0" }, []string{"fail pods|Pod default/client|leads to eth0|ip route get 10.244.80.65"}},
 		{"a pod's interface", func(_ *fakeHost, f *Facts) { f.Endpoints.Endpoints[0].HostIfName = "pwffffffffffb" }, []string{"fail pods|Pod default/client|pwffffffffffb is gone"}},
 		{"a service without endpoints", func(_ *fakeHost, f *Facts) { f.Services.Services[1].Backends = nil },
-			[]string{"warn services|Service default/web|refused|kubernetes.io/service-name=web"}},
+			[]string{"warn services|Service default/web|no EndpointSlice of that family|refused|kubernetes.io/service-name=web"}},
+		{"slices without endpoints", func(_ *fakeHost, f *Facts) {
+			f.Services.Services[1].Backends, f.Services.Services[1].Slices = nil, 2
+		}, []string{"warn services|Service default/web|its EndpointSlices name none"}},
+		{"conditions of endpoints", func(_ *fakeHost, f *Facts) {
+			s := &f.Services.Services[1]
+			s.Backends, s.Slices, s.Endpoints = nil, 1, 3
+		}, []string{"warn services|Service default/web|of the 3 in its EndpointSlices none is ready"}},
+		{"a frontend that the map lacks", func(_ *fakeHost, f *Facts) {
+			f.Missing = map[string][]netip.AddrPort{"Service default/web": {netip.MustParseAddrPort("10.98.0.20:80")}}
+		}, []string{"fail services|Service default/web|the datapath does not have 10.98.0.20:80|started anew"}},
+		{"a pod's address", func(_ *fakeHost, f *Facts) {
+			f.Plugged = func(_ context.Context, ep api.Endpoint) error {
+				return errors.New("address 10.244.80.65/32 is missing on eth0 in the pod of " + ep.HostIfName)
+			}
+		}, []string{"warn pods|Pod default/client|address 10.244.80.65/32 is missing on eth0 in the pod of " + veth + "|who changed it"}},
+		{"a pod that is as it was made", func(_ *fakeHost, f *Facts) {
+			f.Plugged = func(context.Context, api.Endpoint) error { return nil }
+		}, nil},
+		{"policy", func(_ *fakeHost, f *Facts) {
+			end := func(pod string, port uint16) api.EventEnd {
+				return api.EventEnd{Pod: pod, Addr: podAddr, Port: port}
+			}
+			ev := api.Event{Protocol: "tcp", Text: "isolated by default/deny", Denied: &api.Denial{Direction: "ingress", Pod: "default/local", Source: end("", 0), Destination: end("default/local", 80)}}
+			f.Denials = []api.Event{ev, {Reason: "drop_spoofed_source"}, ev}
+			for port := range uint16(11) {
+				other := *ev.Denied
+				other.Direction, other.Destination.Port = "egress", port
+				f.Denials = append(f.Denials, api.Event{Protocol: "udp", Denied: &other})
+			}
+		}, append(append([]string{"warn policy|Pod default/local|its ingress policy denies 10.244.80.65 to default/local by tcp, port 80: isolated by default/deny|podweir policy default/local"},
+			slices.Repeat([]string{"warn policy|Pod default/local|egress"}, 9)...), "warn policy|and 2 more")},
 		{"no resolver", func(_ *fakeHost, f *Facts) { f.Services.Services[0].Backends = nil },
 			[]string{"warn services|kube-dns", "fail dns|Service kube-system/kube-dns:dns|no usable endpoint|cannot resolve"}},
 		{"a silent resolver", func(h *fakeHost, _ *Facts) { h.silent[dnsVIP] = true },

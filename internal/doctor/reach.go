@@ -3,6 +3,7 @@ package doctor
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -10,9 +11,11 @@ import (
 	"github.com/podweir/podweir/internal/api"
 )
 
-// checkPods looks at the way from this host to its own pods: the kubelet's
-// probes take it. What pods send each other does not depend on routes.
-func checkPods(_ context.Context, f Facts) (out []Finding) {
+// checkPods looks at the way from this host to its own pods, which the
+// kubelet's probes take, and what pods send each other does not depend on; and
+// at both ends of their interfaces, which everything depends on. What differs
+// there may be as somebody in the pod wants it.
+func checkPods(ctx context.Context, f Facts) (out []Finding) {
 	if f.Endpoints == nil {
 		return []Finding{{State: Warn, Text: "the agent is not there to say which pods there are"}}
 	}
@@ -28,6 +31,7 @@ func checkPods(_ context.Context, f Facts) (out []Finding) {
 				Text: fmt.Sprintf("its interface %s is gone: nobody reaches %s", ep.HostIfName, addrs(ep.Addrs))})
 			continue
 		}
+		before := len(out)
 		for _, a := range ep.Addrs {
 			device, err := f.Host.Route(a)
 			switch {
@@ -39,12 +43,55 @@ func checkPods(_ context.Context, f Facts) (out []Finding) {
 					Text: fmt.Sprintf("the route to its address %s leads to %s and not to its interface %s: this host, the kubelet's probes with it, does not reach the pod", a, device, ep.HostIfName)})
 			}
 		}
+		if len(out) > before || f.Plugged == nil {
+			continue
+		}
+		if err := f.Plugged(ctx, ep); err != nil {
+			out = append(out, Finding{State: Warn, Object: object, Text: fmt.Sprintf("its interface: %v", err),
+				WayOut: "what of it is the host's the agent mends within ten seconds; for what is the pod's, ask who changed it there, or delete the pod, so that it is plugged again"})
+		}
 	}
 	return out
 }
 
-// serviceName is namespace/name:port.
-func serviceName(s api.Service) string {
+// checkPolicy names what policy denied just now: that may be as it should be.
+func checkPolicy(_ context.Context, f Facts) (out []Finding) {
+	if f.Status == nil {
+		return []Finding{{State: Warn, Text: "the agent is not there to say what is denied"}}
+	}
+	const most = 10
+	seen := map[string]bool{}
+	for _, ev := range f.Denials {
+		d := ev.Denied
+		if d == nil {
+			continue
+		}
+		end := func(e api.EventEnd) string {
+			if e.Pod != "" {
+				return e.Pod
+			}
+			return e.Addr.String()
+		}
+		x := Finding{State: Warn, Object: "Pod " + d.Pod,
+			Text: fmt.Sprintf("its %s policy denies %s to %s by %s, port %d: %s", d.Direction, end(d.Source), end(d.Destination), ev.Protocol, d.Destination.Port, ev.Text)}
+		if seen[x.Object+x.Text] {
+			continue
+		}
+		seen[x.Object+x.Text] = true
+		if len(seen) > most {
+			continue
+		}
+		x.WayOut = fmt.Sprintf("if it should pass: podweir policy %s shows the rules, podweir policy ask which one decides", d.Pod)
+		out = append(out, x)
+	}
+	if n := len(seen) - most; n > 0 {
+		out = append(out, Finding{State: Warn, Text: fmt.Sprintf("and %d more are denied: podweir monitor --reason policy", n)})
+	}
+	return out
+}
+
+// ServiceName is namespace/name:port.
+func ServiceName(s api.Service) string {
 	name := s.Namespace + "/" + s.Name
 	if s.Port != "" {
 		name += ":" + s.Port
@@ -52,16 +99,36 @@ func serviceName(s api.Service) string {
 	return name
 }
 
-// checkServices names what is refused for want of endpoints. That is nothing
-// of the node's, and may be as it should be.
+// why says where the endpoints of a service are lost.
+func why(s api.Service) string {
+	switch {
+	case s.Slices == 0:
+		return "it has no EndpointSlice of that family"
+	case s.Endpoints == 0:
+		return "its EndpointSlices name none"
+	}
+	return fmt.Sprintf("of the %d in its EndpointSlices none is ready, none serves while it terminates, or none has that port", s.Endpoints)
+}
+
+// checkServices names what is refused for want of endpoints, which is nothing
+// of the node's, and may be as it should be; and what the datapath has lost.
 func checkServices(_ context.Context, f Facts) (out []Finding) {
 	if f.Services == nil {
 		return []Finding{{State: Warn, Text: "the agent is not there to say which services there are"}}
 	}
 	const most = 10
+	for _, name := range slices.Sorted(maps.Keys(f.Missing)) {
+		var at []string
+		for _, a := range f.Missing[name] {
+			at = append(at, a.String())
+		}
+		out = append(out, Finding{State: Fail, Object: name,
+			Text:   "the datapath does not have " + strings.Join(at, ", ") + ": what is sent there is nobody's",
+			WayOut: "who else writes to pw_services? The agent puts it back when it is started anew"})
+	}
 	empty := map[string]bool{}
 	for _, s := range f.Services.Services {
-		name := serviceName(s)
+		name := ServiceName(s)
 		if s.Kind == "Pod" || len(s.Frontends) == 0 || len(s.Backends)+len(s.External) > 0 || empty[name] {
 			continue
 		}
@@ -70,7 +137,7 @@ func checkServices(_ context.Context, f Facts) (out []Finding) {
 			continue
 		}
 		out = append(out, Finding{State: Warn, Object: "Service " + name,
-			Text:   "has no usable endpoint: connections to it are refused",
+			Text:   "has no usable endpoint: " + why(s) + ". Connections to it are refused",
 			WayOut: fmt.Sprintf("do its selector and targetPort lead to pods that are ready? kubectl -n %s get endpointslices -l kubernetes.io/service-name=%s -o yaml", s.Namespace, s.Name)})
 	}
 	if n := len(empty) - most; n > 0 {
@@ -92,7 +159,7 @@ func checkDNS(ctx context.Context, f Facts) (out []Finding) {
 		if s.Kind == "Pod" || s.Namespace != "kube-system" || s.Protocol != "UDP" || front < 0 {
 			continue
 		}
-		object := "Service " + serviceName(s)
+		object := "Service " + ServiceName(s)
 		if len(s.Backends) == 0 {
 			out = append(out, Finding{State: Fail, Object: object, Text: "the cluster's resolver has no usable endpoint: " + hurts,
 				WayOut: "look at its pods: kubectl -n " + s.Namespace + " get pods,endpointslices"})

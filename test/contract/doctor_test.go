@@ -4,14 +4,19 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"net/netip"
 	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/cilium/ebpf/link"
+	corev1 "k8s.io/api/core/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/podweir/podweir/internal/doctor"
+	"github.com/podweir/podweir/internal/maps"
 	"github.com/podweir/podweir/test/cluster"
 )
 
@@ -126,9 +131,76 @@ func TestDoctor(t *testing.T) {
 	do("ip link set eth0 mtu 1500")
 	well(t, ctx, n)
 
+	// A pod's own half of its interface.
+	obj := pod("changed", "node-a", "10.244.80.91", "fd00:10:244:50::91")
+	w.put(t, obj)
+	p, err := w.AddPod(ctx, obj)
+	ok(t, err)
+	well(t, ctx, n)
+	for _, c := range []struct{ command, says string }{
+		{"ip addr del fd00:10:244:50::91/128 dev eth0", "address fd00:10:244:50::91/128 is missing"},
+		{"ip addr del 10.244.80.91/32 dev eth0", "address 10.244.80.91/32 is missing"},
+		{"ip link set eth0 down", "down"},
+	} {
+		commands(t, ctx, p.Netns, c.command)
+		finds(t, ctx, n, doctor.Warn, "pods", "Pod default/changed", c.says)
+	}
+	veth := hostSide(t, p).Attrs()
+	do("ip link del %s", veth.Name)
+	eventually(t, ctx, func() error {
+		bad := examine(t, ctx, n)
+		for _, f := range bad {
+			if f.State == doctor.Fail && f.Check == "pods" && f.Object == "Pod default/changed" && strings.Contains(f.Text, veth.Name+" is gone") {
+				return nil
+			}
+		}
+		return fmt.Errorf("found %+v, which does not say that %s is gone", bad, veth.Name)
+	})
+	ok(t, p.Delete(ctx))
+	well(t, ctx, n)
+
+	// A policy that denies.
+	call, err := w.client.Caller(ctx, at(w.local.IPv4(), cluster.ServerPort).String(), "-timeout", "200ms", "-interval", "20ms", "-parallel", "4")
+	ok(t, err)
+	ok(t, call.Progress(ctx, 10))
+	well(t, ctx, n)
+	deny := &networkingv1.NetworkPolicy{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "shut"}}
+	deny.Spec.PodSelector.MatchLabels = object[*corev1.Pod](w, "local").Labels
+	ok(t, w.Manifests.Put(deny))
+	finds(t, ctx, n, doctor.Warn, "policy", "Pod default/local", "ingress policy denies default/client to default/local by tcp, port 8080", "default/shut")
+	ok(t, w.Manifests.Delete(deny))
+	well(t, ctx, n)
+	_, err = call.Stop(ctx)
+	ok(t, err)
+
+	// A service: no slice, a slice of nobody, conditions; and a map that lost it.
+	ips := []string{"10.98.60.1"}
+	svc := clusterIP("odd", ips, bothPorts(80)[:1]...)
+	w.put(t, svc)
+	finds(t, ctx, n, doctor.Warn, "services", "Service default/odd", "no EndpointSlice")
+	slice := endpointSlice("odd", "odd", bothSlicePorts(cluster.ServerPort)[:1])
+	w.put(t, slice)
+	finds(t, ctx, n, doctor.Warn, "services", "Service default/odd", "name none")
+	no := false
+	slice = endpointSlice("odd", "odd", bothSlicePorts(cluster.ServerPort)[:1], w.local.IPv4())
+	slice.Endpoints[0].Conditions.Ready = &no
+	ok(t, w.Manifests.Put(slice))
+	finds(t, ctx, n, doctor.Warn, "services", "Service default/odd", "of the 1 in its EndpointSlices none is ready")
+	slice.Endpoints[0].Conditions.Ready = nil
+	ok(t, w.Manifests.Put(slice))
+	well(t, ctx, n)
+	set, err := maps.OpenPinned(filepath.Join(n.BPFFS(), "maps"), false)
+	ok(t, err)
+	defer set.Close()
+	ok(t, set.Services.Delete(maps.ServiceKey{Addr: maps.ToAddr(netip.MustParseAddr(ips[0])), Port: 80, Proto: maps.ProtoTCP}))
+	finds(t, ctx, n, doctor.Fail, "services", "Service default/odd", "does not have 10.98.60.1:80")
+	ok(t, n.RestartAgent(ctx))
+	well(t, ctx, n)
+	send(t, ctx, w.client.Netns, "tcp", "10.98.60.1:80")
+
 	// Without the agent: what nobody mends.
 	ok(t, n.KillAgent(ctx))
-	veth := hostSide(t, w.client).Attrs()
+	veth = hostSide(t, w.client).Attrs()
 	ok(t, n.Sysctl("net/ipv4/conf/"+veth.Name+"/rp_filter", "1"))
 	ok(t, n.Sysctl("net/ipv4/ip_forward", "0"))
 	l, err := link.LoadPinnedLink(filepath.Join(n.BPFFS(), "links", fmt.Sprintf("%d-from_pod", veth.Index)), nil)

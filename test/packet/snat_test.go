@@ -95,6 +95,56 @@ func TestPortsRunOut(t *testing.T) {
 	}
 }
 
+// Where a source is translated and judged on one node, what is judged is the
+// source as it was (P4): a client outside and a pod that are seen under the
+// node's address get no further for it, and a pod that calls itself by a service
+// is itself.
+func TestHiddenCallersAreJudgedAsTheyAre(t *testing.T) {
+	for _, f := range families() {
+		t.Run(f.name, func(t *testing.T) {
+			w := withPorts(t, f, loader.Config{SNAT: true, FlowsMax: 1024, FlowsNewMax: 1024})
+			w.service(f.lb, 1000, maps.ProtoUDP, maps.Service{Id: 40, Set: setLocal, Count: 1, ExtSet: setLocal, ExtCount: 1, Flags: maps.ServiceExternal})
+			const table = 7
+			w.edit(f.local, func(e *maps.Endpoint) { e.PolicyIn, e.PolicyOut = table, table })
+			port := uint16(40000)
+			for _, allowed := range []uint32{0, maps.IdentityHost, maps.IdentityWorld, idClient} {
+				clear(w, w.set.Policy)
+				if allowed != 0 {
+					w.policy(table, allowed, maps.PolicyAny, 0, 0, maps.VerdictAllow)
+				}
+				for _, c := range []struct {
+					what string
+					send func(frame) *result
+					src  netip.Addr
+					to   netip.AddrPort
+					by   uint32 // who has to be let in; 0 = nobody
+				}{
+					{"outside by a load balancer", w.wire, f.world, ap(f.lb, 1000), maps.IdentityWorld},
+					{"a pod by a load balancer", func(fr frame) *result { return w.pod(devClient, fr) }, f.client, ap(f.lb, 1000), idClient},
+					{"itself by a load balancer", func(fr frame) *result { return w.pod(devLocal, fr) }, f.local, ap(f.lb, 1000), 0},
+					{"itself by a cluster IP", func(fr frame) *result { return w.pod(devLocal, fr) }, f.local, ap(f.vipLocal, svcPort), 0},
+				} {
+					port++
+					r := c.send(udp(ap(c.src, port), c.to))
+					if c.by != 0 && c.by != allowed {
+						if why, _ := r.ends(); why != ingressDenied {
+							t.Errorf("%s, identity %d let in: %s, want it denied", c.what, allowed, maps.ReasonName(why))
+						}
+						continue
+					}
+					if why, _ := r.ends(); why != fwdLocal {
+						t.Errorf("%s, identity %d let in: %s, want it there", c.what, allowed, maps.ReasonName(why))
+						continue
+					}
+					if left, _ := decode(r.out); left.src != f.nodeA {
+						t.Errorf("%s: left under %v, want %v", c.what, left.src, f.nodeA)
+					}
+				}
+			}
+		})
+	}
+}
+
 // Callers of external frontends are hidden, whoever they are, as far as their
 // packets leave this node's stack.
 func TestCallersAreHidden(t *testing.T) {

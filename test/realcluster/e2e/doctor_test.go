@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
+	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
@@ -72,6 +73,21 @@ func TestDoctor(t *testing.T) {
 				return silent(w, n.name, "FAIL")
 			})
 		}
+	})
+	// O1, O5: it is policy.
+	w.step("Policy", func(w *world) {
+		caller := w.run(w.ns, pod("caller", n.name, nil))[0]
+		denied := func(w *world, node string) error {
+			return says(w, node, "WARN", "policy", w.ns+"/"+web.Name, w.ns+"/shut")
+		}
+		w.load(inPod(caller), at(web.Status.PodIP, port), "-interval", "50ms", "-parallel", "4", "-timeout", "1s")
+		if err := silent(w, n.name, "WARN", "policy", w.ns+"/"+web.Name); err != nil {
+			w.Error(err)
+		}
+		w.policy("shut", "web", networkingv1.NetworkPolicySpec{})
+		w.eventually("it is named", func() error { return denied(w, n.name) })
+		must(w, w.unpolicy("shut"))
+		w.eventually("it is mended", func() error { return silent(w, n.name, "WARN", "policy", w.ns+"/"+web.Name) })
 	})
 	// O3: pod addresses work, the service does not.
 	w.step("Endpoints", func(w *world) {
