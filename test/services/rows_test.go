@@ -2,6 +2,7 @@ package services
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -222,7 +223,8 @@ func (w *world) ended(p probed) error {
 		select {
 		case r := <-result:
 			if a := r.Attempts[0]; a.Kind != probe.Refused {
-				return fmt.Errorf("%s %s (%+v), want it refused", a.Kind, a.Error, a.Reply)
+				now, err := w.read()
+				return errors.Join(fmt.Errorf("%s %s (%+v), want it refused; counted since:%v", a.Kind, a.Error, a.Reply, now.since(before)), err)
 			}
 		case <-w.ctx.Done():
 			return w.ctx.Err()
