@@ -220,6 +220,8 @@ func TestNothingBeforeSynced(t *testing.T) {
 	b := newAgentBench(t)
 	b.cluster()
 	b.put(testService("web", "10.98.0.1"))
+	// What is waited for is known by the loop's first round.
+	b.await("a round", func() bool { return b.a.stats.rounds > 0 })
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	err := b.a.eps.Up(ctx, testEndpoint("client", "", "10.244.80.65"))
