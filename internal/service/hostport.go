@@ -43,7 +43,8 @@ func Pod(namespace, name string) Owner { return Owner{KindPod, namespace, name} 
 // the addresses of the node. Each leads to the pod's address of the family,
 // under the client's own address, for whoever asks. A port for one address
 // takes effect while the node has it; a port for all leaves out link-local
-// ones. The error joins what cannot be served; the Compiled beside it is good.
+// ones. One for a loopback address is for sockets of the node alone, which the
+// datapath sees of TCP only. The error joins what cannot be served; the Compiled beside it is good.
 func CompileHostPorts(pod Owner, created time.Time, list []PodPorts, node []netip.Addr) (Compiled, error) {
 	out := Compiled{Owner: pod, Created: created}
 	var errs []error
@@ -69,6 +70,12 @@ func (m PortMapping) compile(pod Owner, podAddrs, node []netip.Addr) (out []Port
 		return nil, fmt.Errorf("%q is none of TCP, UDP and SCTP", m.Protocol)
 	}
 	one := m.HostIP.IsValid() && !m.HostIP.IsUnspecified()
+	if one && m.HostIP.IsLoopback() {
+		if m.Protocol != corev1.ProtocolTCP {
+			return nil, errors.New("loopback addresses have ports of TCP alone")
+		}
+		node = []netip.Addr{m.HostIP}
+	}
 	if one && !slices.Contains(node, m.HostIP) {
 		return nil, fmt.Errorf("this node has no address %s that others can reach; the port answers once it has", m.HostIP)
 	}

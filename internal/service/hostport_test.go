@@ -41,7 +41,10 @@ func TestCompileHostPorts(t *testing.T) {
 		{"one of IPv6", pod, "fd00:172:31::2", "TCP", []string{"[fd00:172:31::2]:8888 IPv6 [fd00:172:31::2]:8888/6 -> [fd00:10:244:50::65]:8080"}, ""},
 		{"a link-local one by name", pod, "169.254.20.10", "TCP", []string{"169.254.20.10:8888 IPv4 169.254.20.10:8888/6 -> 10.244.80.65:8080"}, ""},
 		{"another host's", pod, "172.31.0.3", "TCP", nil, "host port 172.31.0.3:8888/TCP: this node has no address 172.31.0.3"},
-		{"loopback", pod, "127.0.0.1", "TCP", nil, "no address 127.0.0.1"},
+		{"loopback", pod, "127.0.0.1", "TCP", []string{"127.0.0.1:8888 IPv4 127.0.0.1:8888/6 -> 10.244.80.65:8080"}, ""},
+		{"loopback of IPv6", pod, "::1", "TCP", []string{"[::1]:8888 IPv6 [::1]:8888/6 -> [fd00:10:244:50::65]:8080"}, ""},
+		{"loopback, UDP", pod, "127.0.0.1", "UDP", nil, "host port 127.0.0.1:8888/UDP: loopback addresses have ports of TCP alone"},
+		{"loopback, SCTP", pod, "::1", "SCTP", nil, "loopback"},
 		{"a family the pod lacks", pod[1:], "192.0.2.7", "TCP", nil, "the pod has no address of the family"},
 		{"no protocol", pod, "", "ICMP", nil, "ICMP"},
 	} {
