@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"bufio"
 	"crypto/tls"
 	"crypto/x509"
 	"encoding/json"
@@ -45,6 +46,7 @@ func TestConformance(t *testing.T) {
 		"HostNames":         s.hostNames,
 		"OwnResolver":       s.ownResolver,
 		"NamesByKubeconfig": s.namesByKubeconfig,
+		"ListsAreStreamed":  listsAreStreamed,
 	})
 }
 
@@ -407,6 +409,33 @@ func (s *servicesWorld) namesByKubeconfig(w *world) {
 			if !strings.Contains(string(out), word) {
 				w.Errorf("%s: podweir flows does not say %q:\n%s", how, word, out)
 			}
+		}
+	}
+}
+
+// Agents ask a server that can for lists as streams: neither side holds one as
+// a whole.
+func listsAreStreamed(w *world) {
+	f, err := os.Open(w.cluster.AuditLog())
+	must(w, err)
+	defer f.Close()
+	streamed := map[string]bool{}
+	in := bufio.NewScanner(f)
+	in.Buffer(nil, 1<<22)
+	for in.Scan() {
+		var e struct {
+			Verb, UserAgent, RequestURI string
+			ObjectRef                   *struct{ Resource string }
+		}
+		if json.Unmarshal(in.Bytes(), &e) == nil && e.ObjectRef != nil && e.Verb == "watch" && strings.HasPrefix(e.UserAgent, "podweir-agent") &&
+			strings.Contains(e.RequestURI, "sendInitialEvents=true") {
+			streamed[e.ObjectRef.Resource] = true
+		}
+	}
+	must(w, in.Err())
+	for _, what := range []string{"nodes", "namespaces", "pods", "services", "endpointslices", "networkpolicies", "servicecidrs"} {
+		if !streamed[what] {
+			w.Errorf("no agent has asked for %s as a stream", what)
 		}
 	}
 }
