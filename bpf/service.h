@@ -20,7 +20,9 @@ static __always_inline struct pw_service *pw_service_lookup(const struct pw_addr
 
 /*
  * The frontend of a tuple: the very address, or a NodePort on an address of
- * a node; from outside on one of this node's own only.
+ * a node; from outside on one of this node's own only. A loopback address has
+ * some for the node's sockets (pw_sock_frontend): no packet may come to those,
+ * whoever has sent it.
  */
 static __always_inline struct pw_service *pw_service_find(const struct pw_addr *dst, __u16 port,
 							  __u8 proto, int own)
@@ -29,6 +31,8 @@ static __always_inline struct pw_service *pw_service_find(const struct pw_addr *
 	struct pw_service *svc = bpf_map_lookup_elem(&pw_services, &k);
 	struct pw_peer *peer;
 
+	if (svc && pw_addr_is_loopback(dst))
+		return NULL;
 	if (svc || port < cfg_nodeport_min || port > cfg_nodeport_max)
 		return svc;
 	peer = bpf_map_lookup_elem(&pw_addrs, &k.addr);

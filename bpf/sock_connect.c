@@ -45,6 +45,19 @@ static __always_inline int pw_sock_source_serves(const struct pw_flow_key *call)
 }
 
 /*
+ * The frontend of the call: that of the packets, or a loopback address's own.
+ * 0.0.0.0 means loopback here, but any address of the node as a key.
+ */
+static __always_inline struct pw_service *pw_sock_frontend(const struct pw_flow_key *call)
+{
+	if (pw_addr_is_loopback(&call->dst))
+		return pw_service_lookup(&call->dst, call->dport, call->proto);
+	if (pw_addr_is_bad_source(&call->dst))
+		return NULL;
+	return pw_service_find(&call->dst, call->dport, call->proto, 0);
+}
+
+/*
  * A backend for the call, as pw_select would choose it. 1 = there is one. A
  * function that is verified by itself: what is known of an address after one
  * comparison would have the rest followed once more for each.
@@ -56,11 +69,10 @@ __noinline int pw_sock_pick(const struct pw_flow_key *call, struct pw_backend *b
 
 	if (!call || !be)
 		return 0;
-	/* 0.0.0.0 means loopback here, but any address of the node as a key. */
-	if (pw_addr_is_bad_source(&call->dst) || !pw_sock_source_serves(call))
+	if (!pw_sock_source_serves(call))
 		return 0;
 	for (i = 0; i < 2; i++) {
-		svc = pw_service_find(&call->dst, call->dport, call->proto, 0);
+		svc = pw_sock_frontend(call);
 		if (!svc || !svc->count || svc->flags & PW_SVC_SOURCE_RANGES)
 			return 0;
 		/* Whose affinity? The route decides, later. */

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	yamlv3 "go.yaml.in/yaml/v3"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
@@ -201,5 +202,33 @@ func TestKustomizations(t *testing.T) {
 		if !slices.Equal(named, have) {
 			t.Errorf("%s: the kustomization names %s, the folder has %s", dir, strings.Join(named, " "), strings.Join(have, " "))
 		}
+	}
+}
+
+// The chart says of each of its values what it is for.
+func TestValuesAreDocumented(t *testing.T) {
+	var doc yamlv3.Node
+	if err := yamlv3.Unmarshal(read(t, "helm/podweir/values.yaml"), &doc); err != nil {
+		t.Fatal(err)
+	}
+	checked := 0
+	var check func(under string, m *yamlv3.Node)
+	check = func(under string, m *yamlv3.Node) {
+		for i := 0; i < len(m.Content); i += 2 {
+			key, value := m.Content[i], m.Content[i+1]
+			name := under + key.Value
+			if key.HeadComment == "" && value.Kind == yamlv3.MappingNode && len(value.Content) > 0 {
+				check(name+".", value)
+				continue
+			}
+			checked++
+			if key.HeadComment == "" {
+				t.Errorf("line %d: nothing is said of %s", key.Line, name)
+			}
+		}
+	}
+	check("", doc.Content[0])
+	if checked < 10 {
+		t.Errorf("%d values", checked)
 	}
 }

@@ -72,9 +72,11 @@ type Options struct {
 	Masquerade    Masquerade
 	// ExternalSource is the programs' setting, by the flag's word, for status alone.
 	ExternalSource string
-	Settled        func()           // see [Config]
-	Now            func() time.Time // the clock of health and of what is deleted later; nil = time.Now
-	Log            *slog.Logger
+	// NoSockets: no cgroup's connections are translated at connect().
+	NoSockets bool
+	Settled   func()           // see [Config]
+	Now       func() time.Time // the clock of health and of what is deleted later; nil = time.Now
+	Log       *slog.Logger
 }
 
 // Agent is the loop and its state.

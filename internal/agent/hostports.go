@@ -65,7 +65,7 @@ func (a *Agent) compileHostPorts() {
 	for name, list := range w.local.ports {
 		o := service.Pod(name.Namespace, name.Name)
 		seen[o] = true
-		c, err := service.CompileHostPorts(o, w.local.pods[name].CreationTimestamp.Time, list, node)
+		c, err := service.CompileHostPorts(o, w.local.pods[name].CreationTimestamp.Time, list, node, !a.opt.NoSockets)
 		if old, ok := h.want[o]; ok && reflect.DeepEqual(old, c) && sameError(h.invalid[o], err) {
 			continue
 		}

@@ -123,6 +123,29 @@ func TestHostPorts(t *testing.T) {
 	}
 }
 
+// Ports of loopback addresses are for sockets: without those they are a problem
+// of the pod's, which starts all the same.
+func TestHostPortsOfLoopback(t *testing.T) {
+	b := newAgentBench(t)
+	b.cluster()
+	b.put(testPod("client", "node-a", "", nil), testPod("other", "node-a", "", nil))
+	b.done()
+	ep := withPorts(testEndpoint("client", "", "10.244.80.65"), hostPort("127.0.0.1", 8888))
+	if err := b.a.eps.Up(t.Context(), ep); err != nil {
+		t.Fatal(err)
+	}
+	b.wantHostPort("with sockets", "127.0.0.1", 8888, "10.244.80.65:8080")
+	b.await("sockets are left alone", func() bool { b.a.opt.NoSockets = true; return true })
+	if err := b.a.eps.Up(t.Context(), withPorts(testEndpoint("other", "", "10.244.80.66"), hostPort("127.0.0.1", 7777))); err != nil {
+		t.Fatal(err)
+	}
+	b.wantHostPort("without sockets", "127.0.0.1", 7777, "")
+	b.await("the problem", func() bool {
+		list := b.a.problems["Pod default/other"]
+		return len(list) == 1 && strings.Contains(list[0].Err, "--cgroup")
+	})
+}
+
 // A service that has the address and port keeps it, and the pod starts; a map
 // that refuses is a reason not to.
 func TestHostPortsThatCannotBeHad(t *testing.T) {

@@ -67,6 +67,15 @@ func (a *Agent) socketHandler(public *http.ServeMux, cni http.Handler, info func
 		q := r.URL.Query()
 		answer(func(context.Context) (any, error) { return a.Pods(q.Get("name"), q.Get("addr")) })(w, r)
 	})
+	mux.HandleFunc("GET "+api.PathAllPods, func(w http.ResponseWriter, _ *http.Request) {
+		// A line at a time: there may be a hundred thousand.
+		enc := json.NewEncoder(w)
+		for p := range a.AllPods() {
+			if enc.Encode(p) != nil {
+				return // the reader has gone away
+			}
+		}
+	})
 	mux.HandleFunc("GET "+api.PathServices, answer(func(ctx context.Context) (any, error) { return a.Services(ctx) }))
 	mux.HandleFunc("GET "+api.PathPolicy, answer(func(ctx context.Context) (any, error) { return a.Policy(ctx) }))
 	mux.Handle("GET "+api.PathEvents, a.events)

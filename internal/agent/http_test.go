@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"reflect"
 	"runtime"
 	"strings"
 	"testing"
@@ -82,7 +83,9 @@ func TestAnswers(t *testing.T) {
 	pod := testPod("client", "node-a", "", map[string]string{"app": "client"})
 	gone := testPod("gone", "node-b", "10.244.158.66", nil)
 	gone.Status.Phase = corev1.PodSucceeded
-	b.put(pod, testPod("web-1", "node-b", "10.244.158.66", nil), gone, testService("web", "10.98.0.1"), testSlice("web-1", "web", "10.244.158.65"))
+	onHost := testPod("on-host", "node-b", "172.31.0.3", nil)
+	onHost.Spec.HostNetwork = true
+	b.put(pod, onHost, testPod("web-1", "node-b", "10.244.158.66", nil), gone, testService("web", "10.98.0.1"), testSlice("web-1", "web", "10.244.158.65"))
 	txn := b.tables.DB.WriteTxn(b.tables.Policies)
 	_, _, err := b.tables.Policies.Insert(txn, testPolicy("only-frontends", "client", "frontend"))
 	txn.Commit()
@@ -143,6 +146,21 @@ func TestAnswers(t *testing.T) {
 	}
 	if code, body := get(api.PathPods); code == http.StatusOK || !strings.Contains(body, "NAMESPACE/NAME") {
 		t.Errorf("pods of no name: %d %s", code, body)
+	}
+	// Every pod with an address of its own, a line each.
+	_, body := get(api.PathAllPods)
+	all := map[string]bool{}
+	for line := range strings.Lines(body) {
+		var p api.Pod
+		if err := json.Unmarshal([]byte(line), &p); err != nil {
+			t.Fatalf("%q: %v", line, err)
+		}
+		for _, addr := range p.Addrs {
+			all[p.Namespace+"/"+p.Name+" on "+p.Node+": "+addr.String()] = true
+		}
+	}
+	if want := map[string]bool{"default/remote on node-b: 10.244.158.65": true, "default/web-1 on node-b: 10.244.158.66": true}; !reflect.DeepEqual(all, want) {
+		t.Errorf("all pods %v, want %v", all, want)
 	}
 	code, body := get("/metrics")
 	for _, want := range []string{

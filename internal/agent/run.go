@@ -217,8 +217,8 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	alloc := new(ipam.Allocator)
 	a, err := New(Options{
 		NodeName: cfg.NodeName, ServiceCIDRs: cfg.ServiceCIDRs, MTU: cfg.MTU, VNI: DefaultVNI, Mode: cfg.Mode, AcceptPlain: cfg.AcceptPlain,
-		ExternalSource: cfg.externalSource(),
-		NodePorts:      cfg.NodePorts, NodePortAddrs: cfg.NodePortAddrs, MaglevSize: cfg.MaglevSize, Masquerade: cfg.Masquerade, Settled: cfg.Settled, Log: log,
+		ExternalSource: cfg.externalSource(), NoSockets: cgroup == "",
+		NodePorts: cfg.NodePorts, NodePortAddrs: cfg.NodePortAddrs, MaglevSize: cfg.MaglevSize, Masquerade: cfg.Masquerade, Settled: cfg.Settled, Log: log,
 	}, tables, dp, stack, alloc)
 	if err != nil {
 		return err

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"iter"
 	"net/netip"
 	"slices"
 	"sort"
@@ -232,14 +233,29 @@ func (a *Agent) Pods(name, addr string) (api.Pods, error) {
 		query = table.PodsByIP(at)
 	}
 	for p := range a.tables.Pods.List(a.tables.DB.ReadTxn(), query) {
-		if finished(p) {
-			continue
+		if !finished(p) {
+			out.Pods = append(out.Pods, podPlace(p))
 		}
-		out.Pods = append(out.Pods, api.Pod{
-			Namespace: p.Namespace, Name: p.Name, Node: p.Spec.NodeName, Addrs: table.PodIPs(p), HostNetwork: p.Spec.HostNetwork,
-		})
 	}
 	return out, nil
+}
+
+// AllPods is the answer to [api.PathAllPods].
+func (a *Agent) AllPods() iter.Seq[api.Pod] {
+	return func(yield func(api.Pod) bool) {
+		for p := range a.tables.Pods.All(a.tables.DB.ReadTxn()) {
+			if finished(p) || p.Spec.HostNetwork || p.Status.PodIP == "" {
+				continue
+			}
+			if !yield(podPlace(p)) {
+				return
+			}
+		}
+	}
+}
+
+func podPlace(p *corev1.Pod) api.Pod {
+	return api.Pod{Namespace: p.Namespace, Name: p.Name, Node: p.Spec.NodeName, Addrs: table.PodIPs(p), HostNetwork: p.Spec.HostNetwork}
 }
 
 func (a *Agent) identities() []api.Identity {

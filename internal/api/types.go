@@ -13,6 +13,7 @@ const (
 	PathEndpoints = "/v1/endpoints"
 	PathPolicy    = "/v1/policy"
 	PathPods      = "/v1/pods"
+	PathAllPods   = "/v1/allpods"
 	PathEvents    = "/v1/events"
 )
 
@@ -252,7 +253,8 @@ type Pods struct {
 	Pods []Pod `json:"pods"`
 }
 
-// Pod is where a pod is.
+// Pod is where a pod is. The answer to [PathAllPods] is one in each line, of
+// every node: those with an address of their own.
 type Pod struct {
 	Namespace string       `json:"namespace"`
 	Name      string       `json:"name"`

@@ -103,7 +103,10 @@ says so; ask there as well.`,
 				}
 			}
 			return s.withMaps(func(m Maps) error {
-				n := s.names(cmd.Context(), api.PathStatus, api.PathServices, api.PathEndpoints, api.PathPolicy)
+				n, err := s.namesFor(cmd.Context(), m, api.PathStatus, api.PathServices, api.PathEndpoints, api.PathPolicy)
+				if err != nil {
+					return err
+				}
 				q := asker{ctx: cmd.Context(), m: m, n: n, agent: s.env.DialAgent(s.socket)}
 				views, err := q.ask(from, to, proto, number)
 				if err != nil {
@@ -130,7 +133,7 @@ says so; ask there as well.`,
 			panic(err) // the flags are those above
 		}
 	}
-	return cmd
+	return s.kubeconfigFlag(cmd)
 }
 
 // ICMP of the two families (IANA).
@@ -351,7 +354,7 @@ func (a *asker) end(flag, s string) ([]askEnd, error) {
 	pods, err := a.pods("name", s)
 	switch down := (*agentDownError)(nil); {
 	case errors.As(err, &down):
-		return nil, fmt.Errorf("%s %s: names of pods need the agent, which does not answer; give an address of the pod", flag, s)
+		return nil, fmt.Errorf("%s %s: names of pods need the agent, which does not answer, or --kubeconfig; give an address of the pod", flag, s)
 	case err != nil:
 		return nil, err
 	case len(pods) == 0:
@@ -405,6 +408,13 @@ func (a *asker) podAt(addr netip.Addr) string {
 }
 
 func (a *asker) pods(key, value string) ([]api.Pod, error) {
+	if addrs, ok := a.n.everyPod[value]; ok && key == "name" {
+		namespace, name := splitName(value)
+		return []api.Pod{{Namespace: namespace, Name: name, Addrs: addrs}}, nil
+	}
+	if a.n.down != nil && a.n.everyPod != nil {
+		return nil, nil
+	}
 	if a.n.down != nil {
 		return nil, a.n.down
 	}

@@ -47,6 +47,8 @@ func usageError(format string, args ...any) error {
 type Env struct {
 	OpenMaps  func(bpffs string) (Maps, error)
 	DialAgent func(socket string) Agent
+	// DialCluster is asked when there is a --kubeconfig.
+	DialCluster func(kubeconfig string) (Cluster, error)
 	// Host is the node's kernel, for doctor.
 	Host func(bpffs string) doctor.Host
 	// Plugged asks the agent about a pod's interface, for doctor.
@@ -63,10 +65,11 @@ type Env struct {
 // OSEnv is the machine.
 func OSEnv() Env {
 	return Env{
-		OpenMaps:  OpenMaps,
-		DialAgent: DialAgent,
-		Host:      doctor.OSHost,
-		Plugged:   plugged,
+		OpenMaps:    OpenMaps,
+		DialAgent:   DialAgent,
+		DialCluster: DialCluster,
+		Host:        doctor.OSHost,
+		Plugged:     plugged,
 		Now: func() uint64 {
 			var ts unix.Timespec
 			if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts); err != nil {
@@ -113,11 +116,13 @@ func Run(ctx context.Context, args []string, env Env) int {
 
 // session is one run of the command.
 type session struct {
-	env     Env
-	bpffs   string
-	socket  string
-	output  string
-	started bool // flags and arguments were right
+	env    Env
+	bpffs  string
+	socket string
+	output string
+	// kubeconfig of the commands that have the flag.
+	kubeconfig string
+	started    bool // flags and arguments were right
 }
 
 func (s *session) command() *cobra.Command {
@@ -127,7 +132,8 @@ func (s *session) command() *cobra.Command {
 		Long: `Look into the podweir dataplane of this node.
 
 States are read from the pinned maps, names from the agent. Without the agent
-every command but monitor works, with numbers and addresses in place of names.
+every command but monitor works, with numbers and addresses in place of names,
+or with those that the API server knows, by --kubeconfig.
 
 Exit status: 0 done, 1 failed, 2 wrong usage, 3 no maps under --bpffs,
 4 no permission to read them.`,
@@ -174,7 +180,20 @@ func (s *session) warn(err error) {
 
 // names asks the agent for what paths answer.
 func (s *session) names(ctx context.Context, paths ...string) *names {
-	return askNames(ctx, s.env.DialAgent(s.socket), s.env.IfName, s.warn, paths...)
+	return askNames(ctx, s.env.DialAgent(s.socket), s.env.IfName, "going on without names", s.warn, paths...)
+}
+
+// namesFor is the same for a command that may ask the API server, too.
+func (s *session) namesFor(ctx context.Context, m Maps, paths ...string) (*names, error) {
+	if s.kubeconfig == "" {
+		return s.names(ctx, paths...), nil
+	}
+	c, err := s.env.DialCluster(s.kubeconfig)
+	if err != nil {
+		return nil, err
+	}
+	n := askNames(ctx, s.env.DialAgent(s.socket), s.env.IfName, "going on with the API server's names", s.warn, paths...)
+	return n, n.complete(ctx, c, m, s.warn)
 }
 
 // withMaps runs fn over the pinned maps.

@@ -34,11 +34,12 @@ func run(m *fakeMaps, agent Agent, args ...string) string {
 			}
 			return m, nil
 		},
-		DialAgent: func(string) Agent { return agent },
-		Host:      func(string) doctor.Host { return fakeHost{} },
-		Plugged:   func(string) func(context.Context, api.Endpoint) error { return fakePlugged },
-		Now:       func() uint64 { return bootTime },
-		Version:   "v0.2.0",
+		DialAgent:   func(string) Agent { return agent },
+		DialCluster: planCluster,
+		Host:        func(string) doctor.Host { return fakeHost{} },
+		Plugged:     func(string) func(context.Context, api.Endpoint) error { return fakePlugged },
+		Now:         func() uint64 { return bootTime },
+		Version:     "v0.2.0",
 		IfName: func(ifindex uint32) string {
 			return map[uint32]string{2: "eth0", 7: "pw00000000001", 9: "pw00000000002"}[ifindex]
 		},
@@ -61,6 +62,8 @@ func TestGolden(t *testing.T) {
 	broken.err = errors.New("pw_flows: reading all entries: input/output error")
 	noPolicy := planAgent()
 	delete(noPolicy, api.PathPolicy)
+	noPods := planAgent()
+	delete(noPods, api.PathAllPods)
 	tests := []struct {
 		name  string
 		maps  *fakeMaps
@@ -86,6 +89,20 @@ func TestGolden(t *testing.T) {
 		{"flows-down", planMaps(), down, "flows"},
 		{"flows-empty", empty, planAgent(), "flows"},
 		{"flows-partial-agent", planMaps(), noPolicy, "flows --proto udp"},
+		{"flows-cluster", planMaps(), down, "flows -o wide --kubeconfig admin"},
+		{"flows-cluster-agent", planMaps(), noPods, "flows --kubeconfig admin --from default/client"},
+		{"flows-cluster-remote", planMaps(), down, "flows --kubeconfig admin --to default/web-1"},
+		{"flows-cluster-service", planMaps(), down, "flows --kubeconfig admin --service default/web:http"},
+		{"flows-cluster-unknown", planMaps(), down, "flows --kubeconfig admin --to default/done"},
+		{"flows-cluster-away", planMaps(), down, "flows --kubeconfig away --proto tcp"},
+		{"flows-cluster-none", planMaps(), down, "flows --kubeconfig missing"},
+		{"flows-old-agent", planMaps(), noPods, "flows --proto sctp"},
+		{"services-cluster", planMaps(), down, "services --kubeconfig admin"},
+		{"nodes-cluster", planMaps(), down, "nodes --kubeconfig admin"},
+		{"endpoints-cluster", planMaps(), down, "endpoints --kubeconfig admin"},
+		{"policy-cluster-pod", planMaps(), down, "policy default/local --kubeconfig admin"},
+		{"ask-cluster", planMaps(), down, "policy ask --kubeconfig admin --from default/web-1 --to default/local --port 8081"},
+		{"ask-cluster-unknown", planMaps(), down, "policy ask --kubeconfig admin --from default/nobody --to default/local --port 8081"},
 		{"endpoints", planMaps(), planAgent(), "endpoints"},
 		{"endpoints-wide", planMaps(), planAgent(), "endpoints -o wide"},
 		{"endpoints-json", planMaps(), planAgent(), "endpoints -o json"},
@@ -217,7 +234,7 @@ func TestFlowFilters(t *testing.T) {
 		{args: "--to nowhere", err: "--to nowhere: is neither an address"},
 		{args: "--service default/web", want: []string{client, client}},
 		{args: "--service default/web:http", want: []string{client, client}},
-		{args: "--service default/web:ftp", err: "the agent knows no such service"},
+		{args: "--service default/web:ftp", err: "there is no such service in force"},
 		{args: "--service 10.98.235.247:80", want: []string{client, client}},
 		{args: "--service 10.98.235.247", want: []string{client, client}},
 		{args: "--service 10.98.1.1", err: "no service has this address"},

@@ -34,13 +34,16 @@ type endpointView struct {
 }
 
 func (s *session) endpointsCommand() *cobra.Command {
-	return &cobra.Command{
+	return s.kubeconfigFlag(&cobra.Command{
 		Use:   "endpoints",
 		Short: "List the pods of this node",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.withMaps(func(m Maps) error {
-				n := s.names(cmd.Context(), api.PathEndpoints)
+				n, err := s.namesFor(cmd.Context(), m, api.PathEndpoints)
+				if err != nil {
+					return err
+				}
 				eps, err := readEndpoints(m, n)
 				if err != nil {
 					return err
@@ -50,7 +53,7 @@ func (s *session) endpointsCommand() *cobra.Command {
 				}{eps}, endpointTable(eps))
 			})
 		},
-	}
+	})
 }
 
 func endpointTable(eps []endpointView) *table {

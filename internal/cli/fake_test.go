@@ -406,6 +406,11 @@ func planAgent() fakeAgent {
 		api.PathPods + "?name=default%2Fnobody": api.Pods{}, api.PathPods + "?addr=192.0.2.9": api.Pods{},
 		api.PathPods + "?name=default%2Fpending": api.Pods{Pods: []api.Pod{{Namespace: "default", Name: "pending", Node: "b"}}},
 		api.PathEvents:                           planEvents(),
+		api.PathAllPods: []api.Pod{
+			{Namespace: "default", Name: "client", Node: "a", Addrs: []netip.Addr{ip("10.244.80.65"), ip("fd00:10:244:50::65")}},
+			{Namespace: "default", Name: "local", Node: "a", Addrs: []netip.Addr{ip("10.244.80.66")}},
+			pods.Pods[0],
+		},
 		api.PathPolicy: api.Policy{
 			Rules: map[uint32]api.Rule{
 				1: {Namespace: "default", Name: "allow-host", Direction: "ingress", Index: 0, Text: "default/allow-host ingress[0]"},

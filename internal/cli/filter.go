@@ -111,12 +111,12 @@ func newEndFilter(flag, s string, n *names) (*endFilter, error) {
 	if ap, err := netip.ParseAddrPort(s); err == nil {
 		return &endFilter{addrPort: ap}, nil
 	}
-	known := s == "host" || s == "wire"
+	known := s == "host" || s == "wire" || n.podNames[s]
 	for _, name := range n.nodes {
 		known = known || s == name
 	}
 	for _, e := range n.endpoints {
-		known = known || s == podName(e.Namespace, e.Pod) || s == e.HostIfName
+		known = known || s == e.HostIfName
 	}
 	// A device can be named without the agent; a name the agent does not
 	// know may be one, too.
@@ -126,10 +126,10 @@ func newEndFilter(flag, s string, n *names) (*endFilter, error) {
 	switch {
 	case known:
 		return &endFilter{name: s, names: n}, nil
-	case n.down != nil:
-		return nil, fmt.Errorf("%s %s: names of pods and nodes need the agent, which does not answer; give an address", flag, s)
+	case n.blind():
+		return nil, fmt.Errorf("%s %s: names of pods and nodes need the agent, which does not answer, or --kubeconfig; give an address", flag, s)
 	}
-	return nil, fmt.Errorf("%s %s: is neither an address nor a range, and neither a pod of this node (namespace/name), nor a node, nor a pod's device; for pods of other nodes give the address", flag, s)
+	return nil, fmt.Errorf("%s %s: is neither an address nor a range, and neither a pod with an address of its own (namespace/name), nor a node, nor a pod's device", flag, s)
 }
 
 // validDevice: may s be the name of a device?
@@ -214,8 +214,8 @@ func findServices(m Maps, n *names, s string) (map[uint32]bool, error) {
 	switch {
 	case len(out) > 0:
 		return out, nil
-	case n.down != nil:
-		return nil, fmt.Errorf("--service %s: names of services need the agent, which does not answer; give its address or id", s)
+	case n.blind():
+		return nil, fmt.Errorf("--service %s: names of services need the agent, which does not answer, or --kubeconfig; give its address or id", s)
 	}
-	return nil, fmt.Errorf("--service %s: the agent knows no such service; 'podweir services' lists them", s)
+	return nil, fmt.Errorf("--service %s: there is no such service in force; 'podweir services' lists them", s)
 }

@@ -67,8 +67,7 @@ func (s *session) flowsCommand() *cobra.Command {
 
 --from and --to select by the initiator's and the responder's end: an address
 (10.244.80.65), an address and port (10.98.235.247:80), a range
-(10.244.80.0/24), a pod of this node (default/web), a node, a device, or
-"host". Both directions of a flow that matches are listed.
+(10.244.80.0/24), a pod of any node (default/web), a node, a device, or "host". Both directions of a flow that matches are listed.
 
 STATE: new or confirmed, what closed a TCP flow (fin_orig, fin_reply, rst),
 midstream, direct (a client outside that the backend's node answers by itself),
@@ -80,7 +79,13 @@ the other direction is gone).`,
 				return err
 			}
 			return s.withMaps(func(m Maps) error {
-				n := s.names(cmd.Context(), api.PathStatus, api.PathServices, api.PathEndpoints, api.PathPolicy)
+				n, err := s.namesFor(cmd.Context(), m, api.PathStatus, api.PathServices, api.PathEndpoints, api.PathPolicy)
+				if err != nil {
+					return err
+				}
+				if n.everyPod == nil {
+					n.askPods(cmd.Context(), s.env.DialAgent(s.socket), s.warn)
+				}
 				f, err := newFlowFilter(m, n, from, to, service, proto)
 				if err != nil {
 					return err
@@ -100,7 +105,7 @@ the other direction is gone).`,
 	c.Flags().StringVar(&to, "to", "", "only flows to this address, range, pod, node or device, before or after translation")
 	c.Flags().StringVar(&service, "service", "", "only flows to this service: namespace/name, namespace/name:port or its id")
 	c.Flags().StringVar(&proto, "proto", "", "only flows of this protocol: tcp, udp, sctp, icmp, icmpv6 or a number")
-	return c
+	return s.kubeconfigFlag(c)
 }
 
 func flowTable(flows []flowView) *table {
@@ -197,8 +202,7 @@ func describeFlow(k maps.FlowKey, f maps.Flow, n *names, now uint64) flowView {
 		Destination:    tupleEnd(k.Proto, k.Dst, k.Dport),
 		NewSource:      tupleEnd(k.Proto, f.Src, f.Sport),
 		NewDestination: tupleEnd(k.Proto, f.Dst, f.Dport),
-		From:           n.place(f.From),
-		To:             n.place(f.To),
+		From:           n.end(f.From, k.Src),
 		Direction:      "original",
 		State:          "new",
 		TCP:            maps.TCPStateNames(f.Tcp),
@@ -212,11 +216,12 @@ func describeFlow(k maps.FlowKey, f maps.Flow, n *names, now uint64) flowView {
 		original:       k,
 	}
 	backend, port := f.Dst, f.Dport
+	v.To = n.end(f.To, f.Dst)
 	if f.Frame != 0 {
 		// The other end's half of a connection is not seen here.
 		if !has("reply") {
 			backend, port = f.Nexthop, uint16(f.Mac[0])<<8|uint16(f.Mac[1])
-			v.NewDestination = tupleEnd(k.Proto, backend, port)
+			v.NewDestination, v.To = tupleEnd(k.Proto, backend, port), n.end(f.To, backend)
 		}
 		if !slices.Contains(v.TCP, "fin_orig") {
 			v.TCP = slices.DeleteFunc(v.TCP, func(s string) bool { return s == "fin_reply" })

@@ -2,6 +2,7 @@ package cli
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -25,16 +26,19 @@ type names struct {
 	nodes      map[uint32]string
 	pods       map[netip.Addr]string
 	podDevices map[uint32]string
+	podNames   map[string]bool // of pods
+	// everyPod of the cluster and its addresses, if the API server has told.
+	everyPod   map[string][]netip.Addr
 	identities map[uint32]api.Identity
 	ifName     func(ifindex uint32) string
 }
 
 // askNames asks the agent for what the paths answer. What fails is passed to
-// warn, once when the agent is down.
-func askNames(ctx context.Context, a Agent, ifName func(uint32) string, warn func(error), paths ...string) *names {
+// warn, once when the agent is down, with how it goes on then.
+func askNames(ctx context.Context, a Agent, ifName func(uint32) string, without string, warn func(error), paths ...string) *names {
 	n := &names{
 		services: map[uint32]api.Service{}, nodes: map[uint32]string{}, pods: map[netip.Addr]string{},
-		podDevices: map[uint32]string{}, identities: map[uint32]api.Identity{}, ifName: ifName,
+		podDevices: map[uint32]string{}, podNames: map[string]bool{}, identities: map[uint32]api.Identity{}, ifName: ifName,
 	}
 	var services api.Services
 	var endpoints api.Endpoints
@@ -50,7 +54,7 @@ func askNames(ctx context.Context, a Agent, ifName func(uint32) string, warn fun
 		var down *agentDownError
 		if errors.As(err, &down) {
 			n.down = err
-			warn(fmt.Errorf("%w; going on without names", err))
+			warn(fmt.Errorf("%w; %s", err, without))
 			break
 		}
 		warn(err)
@@ -62,9 +66,7 @@ func askNames(ctx context.Context, a Agent, ifName func(uint32) string, warn fun
 	for _, e := range n.endpoints {
 		name := podName(e.Namespace, e.Pod)
 		n.podDevices[uint32(e.HostIfindex)] = name
-		for _, a := range e.Addrs {
-			n.pods[a] = name
-		}
+		n.addPod(name, e.Addrs)
 	}
 	for _, node := range n.status.Nodes {
 		if node.ID != 0 {
@@ -77,7 +79,45 @@ func askNames(ctx context.Context, a Agent, ifName func(uint32) string, warn fun
 	return n
 }
 
+// askPods asks the agent for the pods of all nodes.
+func (n *names) askPods(ctx context.Context, a Agent, warn func(error)) {
+	if n.down != nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, agentTimeout)
+	defer cancel()
+	err := a.Stream(ctx, api.PathAllPods, func(line json.RawMessage) error {
+		var p api.Pod
+		if err := json.Unmarshal(line, &p); err != nil {
+			return err
+		}
+		n.addPod(podName(p.Namespace, p.Name), p.Addrs)
+		return nil
+	})
+	if err != nil {
+		warn(fmt.Errorf("names of other nodes' pods: %w", err))
+	}
+}
+
+// addPod has addresses of a pod shown by its name, unless they have one.
+func (n *names) addPod(name string, addrs []netip.Addr) {
+	n.podNames[name] = true
+	for _, a := range addrs {
+		if n.pods[a] == "" {
+			n.pods[a] = name
+		}
+	}
+}
+
+// blind: nobody could be asked for names of pods.
+func (n *names) blind() bool { return n.down != nil && n.everyPod == nil }
+
 func podName(namespace, name string) string { return namespace + "/" + name }
+
+func splitName(s string) (namespace, name string) {
+	namespace, name, _ = strings.Cut(s, "/")
+	return namespace, name
+}
 
 // node names a node id.
 func (n *names) node(id uint32) string {
@@ -148,8 +188,19 @@ type placeView struct {
 	// ID is an ifindex or a node id.
 	ID uint32 `json:"id,omitempty"`
 	// Name is that of the pod, the node or the device.
-	Name   string `json:"name,omitempty"`
+	Name string `json:"name,omitempty"`
+	// Pod that the address belongs to, behind another node or the wire.
+	Pod    string `json:"pod,omitempty"`
 	Device string `json:"device,omitempty"`
+}
+
+// end is the place of one end of a flow, with the pod of its address.
+func (n *names) end(p maps.Place, addr maps.Addr) placeView {
+	v := n.place(p)
+	if v.Kind == "node" || v.Kind == "wire" {
+		v.Pod = n.pods[maps.FromAddr(addr)]
+	}
+	return v
 }
 
 func (n *names) place(p maps.Place) placeView {
@@ -166,8 +217,13 @@ func (n *names) place(p maps.Place) placeView {
 	return v
 }
 
-// String is the place as a cell: "default/web", "node b", "wire eth0".
+// String is the place as a cell: "default/web", "node b", "default/web (node b)",
+// "wire eth0".
 func (p placeView) String() string {
+	if pod := p.Pod; pod != "" {
+		p.Pod = ""
+		return fmt.Sprintf("%s (%s)", pod, p.String())
+	}
 	switch {
 	case p.Kind == "pod" && p.Name != "":
 		return p.Name

@@ -28,13 +28,16 @@ type nodeView struct {
 }
 
 func (s *session) nodesCommand() *cobra.Command {
-	return &cobra.Command{
+	return s.kubeconfigFlag(&cobra.Command{
 		Use:   "nodes",
 		Short: "List the nodes that the tunnel leads to",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.withMaps(func(m Maps) error {
-				n := s.names(cmd.Context(), api.PathStatus)
+				n, err := s.namesFor(cmd.Context(), m, api.PathStatus)
+				if err != nil {
+					return err
+				}
 				nodes, err := readNodes(m, n)
 				if err != nil {
 					return err
@@ -44,7 +47,7 @@ func (s *session) nodesCommand() *cobra.Command {
 				}{nodes}, nodeTable(nodes, s.wide()))
 			})
 		},
-	}
+	})
 }
 
 func nodeTable(nodes []nodeView, wide bool) *table {

@@ -67,7 +67,10 @@ func (s *session) policyCommand() *cobra.Command {
 				}
 			}
 			return s.withMaps(func(m Maps) error {
-				n := s.names(cmd.Context(), api.PathEndpoints, api.PathPolicy)
+				n, err := s.namesFor(cmd.Context(), m, api.PathEndpoints, api.PathPolicy)
+				if err != nil {
+					return err
+				}
 				pods, err := readPolicies(m, n)
 				if err != nil {
 					return err
@@ -92,7 +95,7 @@ func (s *session) policyCommand() *cobra.Command {
 		},
 	}
 	cmd.AddCommand(s.askCommand())
-	return cmd
+	return s.kubeconfigFlag(cmd)
 }
 
 func policySummary(pods []podPolicyView) *table {
@@ -185,8 +188,8 @@ func findPod(pods []podPolicyView, n *names, arg string) ([]podPolicyView, error
 	switch {
 	case err == nil:
 		return nil, fmt.Errorf("%s is not the address of a pod on this node; 'podweir endpoints' lists them", arg)
-	case n.down != nil:
-		return nil, fmt.Errorf("%s: names of pods need the agent, which does not answer; give an address of the pod", arg)
+	case n.blind():
+		return nil, fmt.Errorf("%s: names of pods need the agent, which does not answer, or --kubeconfig; give an address of the pod", arg)
 	}
 	return nil, fmt.Errorf("%s is no pod on this node; 'podweir endpoints' lists them", arg)
 }

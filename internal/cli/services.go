@@ -49,13 +49,16 @@ type servicesView struct {
 }
 
 func (s *session) servicesCommand() *cobra.Command {
-	return &cobra.Command{
+	return s.kubeconfigFlag(&cobra.Command{
 		Use:   "services",
 		Short: "List service ports, their frontends and backends",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.withMaps(func(m Maps) error {
-				n := s.names(cmd.Context(), api.PathServices)
+				n, err := s.namesFor(cmd.Context(), m, api.PathServices)
+				if err != nil {
+					return err
+				}
 				v, err := readServices(m, n)
 				if err != nil {
 					return err
@@ -63,7 +66,7 @@ func (s *session) servicesCommand() *cobra.Command {
 				return s.print(v, serviceTable(v, s.wide()))
 			})
 		},
-	}
+	})
 }
 
 func serviceTable(v servicesView, wide bool) *table {

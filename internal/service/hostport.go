@@ -43,13 +43,14 @@ func Pod(namespace, name string) Owner { return Owner{KindPod, namespace, name} 
 // the addresses of the node. Each leads to the pod's address of the family,
 // under the client's own address, for whoever asks. A port for one address
 // takes effect while the node has it; a port for all leaves out link-local
-// ones. The error joins what cannot be served; the Compiled beside it is good.
-func CompileHostPorts(pod Owner, created time.Time, list []PodPorts, node []netip.Addr) (Compiled, error) {
+// ones. One for a loopback address is for sockets of the node alone, which the
+// datapath sees of TCP only, if it sees them at all. The error joins what cannot be served; the Compiled beside it is good.
+func CompileHostPorts(pod Owner, created time.Time, list []PodPorts, node []netip.Addr, sockets bool) (Compiled, error) {
 	out := Compiled{Owner: pod, Created: created}
 	var errs []error
 	for _, of := range list {
 		for _, m := range of.Ports {
-			ports, err := m.compile(pod, of.Addrs, node)
+			ports, err := m.compile(pod, of.Addrs, node, sockets)
 			if err != nil {
 				errs = append(errs, fmt.Errorf("host port %s/%s: %w", m.name(), m.Protocol, err))
 			}
@@ -63,12 +64,21 @@ func CompileHostPorts(pod Owner, created time.Time, list []PodPorts, node []neti
 }
 
 // compile makes a port of every family that m is for.
-func (m PortMapping) compile(pod Owner, podAddrs, node []netip.Addr) (out []Port, err error) {
+func (m PortMapping) compile(pod Owner, podAddrs, node []netip.Addr, sockets bool) (out []Port, err error) {
 	proto := protoNumber(m.Protocol)
 	if proto == 0 {
 		return nil, fmt.Errorf("%q is none of TCP, UDP and SCTP", m.Protocol)
 	}
 	one := m.HostIP.IsValid() && !m.HostIP.IsUnspecified()
+	if one && m.HostIP.IsLoopback() {
+		if m.Protocol != corev1.ProtocolTCP {
+			return nil, errors.New("loopback addresses have ports of TCP alone")
+		}
+		if !sockets {
+			return nil, errors.New("loopback addresses have ports at sockets alone, and without --cgroup those are left alone")
+		}
+		node = []netip.Addr{m.HostIP}
+	}
 	if one && !slices.Contains(node, m.HostIP) {
 		return nil, fmt.Errorf("this node has no address %s that others can reach; the port answers once it has", m.HostIP)
 	}

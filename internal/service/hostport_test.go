@@ -41,7 +41,11 @@ func TestCompileHostPorts(t *testing.T) {
 		{"one of IPv6", pod, "fd00:172:31::2", "TCP", []string{"[fd00:172:31::2]:8888 IPv6 [fd00:172:31::2]:8888/6 -> [fd00:10:244:50::65]:8080"}, ""},
 		{"a link-local one by name", pod, "169.254.20.10", "TCP", []string{"169.254.20.10:8888 IPv4 169.254.20.10:8888/6 -> 10.244.80.65:8080"}, ""},
 		{"another host's", pod, "172.31.0.3", "TCP", nil, "host port 172.31.0.3:8888/TCP: this node has no address 172.31.0.3"},
-		{"loopback", pod, "127.0.0.1", "TCP", nil, "no address 127.0.0.1"},
+		{"loopback", pod, "127.0.0.1", "TCP", []string{"127.0.0.1:8888 IPv4 127.0.0.1:8888/6 -> 10.244.80.65:8080"}, ""},
+		{"loopback of IPv6", pod, "::1", "TCP", []string{"[::1]:8888 IPv6 [::1]:8888/6 -> [fd00:10:244:50::65]:8080"}, ""},
+		{"loopback without sockets", pod, "127.0.0.1", "TCP", nil, "--cgroup"},
+		{"loopback, UDP", pod, "127.0.0.1", "UDP", nil, "host port 127.0.0.1:8888/UDP: loopback addresses have ports of TCP alone"},
+		{"loopback, SCTP", pod, "::1", "SCTP", nil, "loopback"},
 		{"a family the pod lacks", pod[1:], "192.0.2.7", "TCP", nil, "the pod has no address of the family"},
 		{"no protocol", pod, "", "ICMP", nil, "ICMP"},
 	} {
@@ -51,7 +55,7 @@ func TestCompileHostPorts(t *testing.T) {
 				m.HostIP = netip.MustParseAddr(c.hostIP)
 			}
 			created := time.Unix(7, 0)
-			got, err := CompileHostPorts(Pod("default", "web"), created, []PodPorts{{c.pod, []PortMapping{m}}}, node)
+			got, err := CompileHostPorts(Pod("default", "web"), created, []PodPorts{{c.pod, []PortMapping{m}}}, node, c.name != "loopback without sockets")
 			if (err == nil) != (c.err == "") || err != nil && !strings.Contains(err.Error(), c.err) {
 				t.Errorf("error %v, want %q", err, c.err)
 			}
@@ -92,12 +96,12 @@ func TestCompileHostPortsOfSeveral(t *testing.T) {
 		}},
 		{[]netip.Addr{ip("10.244.80.66")}, []PortMapping{{Port: 80, Target: 4, Protocol: "TCP"}}},
 	}
-	one, err := CompileHostPorts(Pod("default", "web"), time.Time{}, list, node)
+	one, err := CompileHostPorts(Pod("default", "web"), time.Time{}, list, node, false)
 	if err == nil || len(one.Ports) != 3 {
 		t.Fatalf("%v, %d ports", err, len(one.Ports))
 	}
 	slices.Reverse(list)
-	two, _ := CompileHostPorts(Pod("default", "web"), time.Time{}, list, node)
+	two, _ := CompileHostPorts(Pod("default", "web"), time.Time{}, list, node, false)
 	seen := map[PortKey]bool{}
 	for i := range one.Ports {
 		k := one.Ports[i].Key()

@@ -2,6 +2,7 @@ package contract
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/netip"
 	"os"
@@ -196,6 +197,50 @@ func TestSocketsOfTheHost(t *testing.T) {
 	if !strings.Contains(status, "translated at connect(), cgroup "+w.a.Cgroup()) {
 		t.Errorf("podweir status says nothing of the sockets:\n%s", status)
 	}
+}
+
+// A host port of a loopback address is for TCP of the host's own processes,
+// whatever address of the node they have, and for nobody else.
+func TestHostPortOnLoopback(t *testing.T) {
+	ctx := within(t, 60*time.Second)
+	w := &socketWorld{world: shared(t)}
+	obj := pod("on-loopback", "node-a", "10.244.80.77", "fd00:10:244:50::4d")
+	w.put(t, obj)
+	const hostPort = 18777
+	mapping := func(hostIP string) cluster.PortMapping {
+		return cluster.PortMapping{HostPort: hostPort, ContainerPort: cluster.ServerPort, Protocol: "tcp", HostIP: hostIP}
+	}
+	p, err := w.AddPod(ctx, obj, mapping("127.0.0.1"), mapping("::1"))
+	ok(t, err)
+	t.Cleanup(func() { ok(t, errors.Join(p.Delete(context.Background()), w.Manifests.Delete(obj))) })
+	_, err = p.Serve(ctx, "on-loopback", cluster.ServerPort)
+	ok(t, err)
+	host := w.a.Netns
+	refused := func(what string, from *cluster.Netns, target string, options ...string) {
+		t.Helper()
+		s, err := from.Send(ctx, target, options...)
+		ok(t, err)
+		if s.Failed[probe.Refused] != 1 {
+			t.Errorf("%s to %s: %+v, want it refused", what, target, s)
+		}
+	}
+	families(t, func(t *testing.T, v6 bool) {
+		target := vip(pick(v6, "127.0.0.1", "::1"), hostPort)
+		backend := netip.AddrPortFrom(netip.MustParseAddr(pick(v6, "10.244.80.77", "fd00:10:244:50::4d")), cluster.ServerPort)
+		w.direct(t, w.call(t, ctx, host, target, v6, 1), backend)
+		own := nodeAddr(w.a, v6).String()
+		if s := w.call(t, ctx, host, target, v6, 1, "-source", own); s.First.Reply.Peer != s.First.Local {
+			t.Errorf("under %s: the pod sees %s", own, s.First.Reply.Peer)
+		}
+		refused("UDP", host, target, "-proto", "udp")
+		refused("the host, as loopback itself", host, target, "-source", pick(v6, "127.0.0.1", "::1"))
+		refused("a process of another node's cgroup", host.InCgroupOf(w.Ext), target)
+		refused("a pod", w.client.Netns, target)
+		refused("another node", w.b.Netns, target)
+		refused("the host, by its address", host, vip(own, hostPort))
+	})
+	ok(t, p.Delete(ctx))
+	refused("after the pod", host, vip("127.0.0.1", hostPort))
 }
 
 // A backend that is no pod: another node, or the very host that calls.

@@ -3,6 +3,7 @@ package packet
 import (
 	"encoding/binary"
 	"net/netip"
+	"slices"
 	"testing"
 
 	"github.com/podweir/podweir/internal/bpf"
@@ -94,6 +95,40 @@ func TestServiceAddressWithoutService(t *testing.T) {
 		w.wire(udp(ap(f.world, 1), ap(f.unowned, svcPort))).is(passed)
 		w.wire(udp(ap(f.world, 1), ap(f.vip, 81))).is(noServicePort, miss, refused)
 		w.wire(udp(ap(f.world, 1), ap(f.vipEmpty, svcPort))).is(noBackend, miss, refused)
+	})
+}
+
+// A port of a loopback address is for the node's sockets: packets that say they
+// are for it come from nobody good, and get what they would without it.
+func TestLoopbackIsForSockets(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		lo := netip.MustParseAddr("127.0.0.1")
+		if w.f.v6 {
+			lo = netip.IPv6Loopback()
+		}
+		dst := ap(lo, nodePort) // in the range of NodePorts, too
+		fire := func() (out []string) {
+			for _, r := range []*result{
+				w.wire(tcp(ap(w.f.world, 1), dst, syn)), w.pod(devClient, tcp(ap(w.f.client, 1), dst, syn)),
+				w.tunnel(w.f.nodeB, tcp(ap(w.f.remote, 1), dst, syn)), w.host(tcp(ap(w.f.nodeA, 1), dst, syn)),
+				w.run(w.at(toLo, tcp(ap(w.f.nodeA, 1), dst, syn).bytes(t))), w.run(w.at(toNetdev, tcp(ap(w.f.nodeA, 1), dst, syn).bytes(t))),
+			} {
+				d, ok := decode(r.out)
+				if !ok || d.dst != lo {
+					t.Errorf("%s: left for %v (%v)", maps.HookName(r.shot.hook), d.dst, ok)
+				}
+				out = append(out, r.String())
+			}
+			return out
+		}
+		without := fire()
+		// Flows that were made would decide for what follows.
+		w.empty()
+		w.backends(setFree, ap(w.f.local, podPort))
+		w.service(lo, nodePort, maps.ProtoTCP, maps.Service{Id: 40, Set: setFree, Count: 1, Flags: maps.ServiceExternal, ExtSet: setFree, ExtCount: 1})
+		if with := fire(); !slices.Equal(with, without) {
+			t.Errorf("with the port %v, without it %v", with, without)
+		}
 	})
 }
 
