@@ -126,7 +126,8 @@ static __always_inline int pw_draft_head(struct __sk_buff *skb, const struct pw_
 }
 
 /*
- * Puts the draft in the packet's place; len is that of its transport part.
+ * Makes the packet as long as the answer, whose frame and transport part are
+ * that long. Returns 0, -1, or 1: nothing has changed.
  *
  * The old packet's checksum may be left to a device (CHECKSUM_PARTIAL), which
  * would later write a sum into the answer. A program cannot change that, nor
@@ -138,17 +139,69 @@ static __always_inline int pw_draft_head(struct __sk_buff *skb, const struct pw_
  * packet's checksum (UNNECESSARY, COMPLETE) is forgotten in the same steps,
  * and segmentation in the first.
  */
+static __always_inline int pw_draft_fit(struct __sk_buff *skb, const struct pw_pkt *p, __u32 frame,
+					__u32 len)
+{
+	__u32 cut = frame + p->l4, room = cut - (p->l4 - (frame - len));
+
+	if (bpf_skb_change_tail(skb, frame + cut, 0))
+		return 1;
+	if (bpf_skb_adjust_room(skb, -(__s32)cut, BPF_ADJ_ROOM_MAC, 0) ||
+	    bpf_skb_adjust_room(skb, room, BPF_ADJ_ROOM_MAC, 0) ||
+	    bpf_skb_change_tail(skb, frame, 0))
+		return -1;
+	return 0;
+}
+
+/* The kernel moves a packet's front by no more at once; and how often we do. */
+#define PW_ROOM_MAX 0xfff
+#define PW_ROOM_CUTS 4
+
+/*
+ * The same for a packet that still counts as encapsulated, whose end no
+ * program may move: it has come out of a tunnel header, by a device that says
+ * so, or a pod has a tunnel of its own. All but what must stay is taken off
+ * the front, and room for the whole answer made before it. The rest is padding:
+ * the IP header says where the answer ends, as in a frame that a link has
+ * padded. A sum that a device is to write starts either in what is taken off,
+ * and is forgotten, or in the padding, and does no harm there. (A stack that is
+ * handed it like that drops it. Only a pod's own tunnel gets there, when it
+ * carries next to nothing: ours is left by its device, which writes the sum.)
+ *
+ * Segmentation is not forgotten, and a device would cut the answer.
+ */
+static __always_inline int pw_draft_pad(struct __sk_buff *skb, const struct pw_pkt *p, __u32 frame)
+{
+	__u32 keep = ETH_HLEN + pw_ip_len(p), over;
+	int i;
+
+	if (skb->gso_size)
+		return -1;
+#pragma unroll
+	for (i = 0; i < PW_ROOM_CUTS; i++) {
+		over = skb->len - keep;
+		if (skb->len <= keep)
+			break;
+		if (over > PW_ROOM_MAX)
+			over = PW_ROOM_MAX;
+		if (bpf_skb_adjust_room(skb, -(__s32)over, BPF_ADJ_ROOM_MAC, 0))
+			return -1;
+	}
+	return skb->len > keep || bpf_skb_adjust_room(skb, frame, BPF_ADJ_ROOM_MAC, 0) ? -1 : 0;
+}
+
+/* Puts the draft in the packet's place; len is that of its transport part. */
 static __always_inline int pw_draft_store(struct __sk_buff *skb, const struct pw_pkt *p,
 					  struct pw_draft *d, __u32 len)
 {
 	__u32 head = ETH_HLEN + pw_ip_len(p), frame = head + len;
-	__u32 cut = frame + p->l4, room = cut - (p->l4 - head);
 	void *from = d->l4 - head;
+	int err;
 
-	if (bpf_skb_change_tail(skb, frame + cut, 0) ||
-	    bpf_skb_adjust_room(skb, -(__s32)cut, BPF_ADJ_ROOM_MAC, 0) ||
-	    bpf_skb_adjust_room(skb, room, BPF_ADJ_ROOM_MAC, 0) ||
-	    bpf_skb_change_tail(skb, frame, 0))
+	err = pw_draft_fit(skb, p, frame, len);
+	if (err > 0)
+		err = pw_draft_pad(skb, p, frame);
+	if (err)
 		return -1;
 	barrier_var(frame);
 	if (frame > PW_FRAME_MAX)
