@@ -424,6 +424,37 @@ func TestFragmentsRise(t *testing.T) {
 	})
 }
 
+// A datagram whose first went to the host rises under a token of its own when
+// its address becomes a pod's: what another one was is not forgotten for it.
+func TestFragmentsRiseUnderTheirOwnToken(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		w.use(defragging)
+		f := w.f
+		token := func(pkt []byte) string { return string(pkt[8:12]) }
+		wire := shot{hook: fromNetdev, dev: devWire}
+		parts := cut(udp(ap(f.world, 53), ap(f.free, 22)).with(string(pattern(1500))).bytes(t), 4, 496)
+		other := w.rise(wire, cut(udp(ap(f.world, 53), ap(f.client, 22)).with(string(pattern(1000))).bytes(t), 3, 496))
+		wire.pkt = parts[0]
+		w.run(wire).is(passed)
+		w.endpoint(f.free, maps.Endpoint{Ifindex: w.index(devThird)})
+		var own []string
+		for _, pkt := range parts[1:] {
+			wire.pkt = pkt
+			r := w.fire(wire)
+			if r.counts[reassembly] != 1 {
+				t.Fatalf("did not rise: %v", r)
+			}
+			own = append(own, token(r.out))
+		}
+		if own[0] == token(other[0]) || own[0] == string(make([]byte, 4)) || own[1] != own[0] || own[2] != own[0] {
+			t.Errorf("tokens %x, of the other datagram %x", own, token(other[0]))
+		}
+		if r := w.risen(fromNetdev, other[0]).ended(fwdLocal); wrong(r.out) != "" {
+			t.Errorf("the other datagram: %v", r)
+		}
+	})
+}
+
 // The host's own goes back to the device that it came in by, as it came, and
 // the hook there lets it by.
 func TestFragmentsRiseForTheHost(t *testing.T) {
