@@ -126,29 +126,79 @@ static __always_inline int pw_draft_head(struct __sk_buff *skb, const struct pw_
 }
 
 /*
- * Puts the draft in the packet's place; len is that of its transport part.
+ * Makes the packet as long as the answer, whose frame and transport part are
+ * that long. Returns 0, or -1: not so, and the packet is of any length.
  *
  * The old packet's checksum may be left to a device (CHECKSUM_PARTIAL), which
  * would later write a sum into the answer. A program cannot change that, nor
  * read it; but the kernel drops the request when the place where the sum
  * starts is taken off the packet's front. So all of it is taken off, and room
  * made again, which leaves the transport header where the answer has it.
- * Should the sum start beyond what is taken off, then the last step fails,
- * because it would cut the sum's own field off. What a device said of the old
- * packet's checksum (UNNECESSARY, COMPLETE) is forgotten in the same steps,
- * and segmentation in the first.
+ * Should the sum start beyond what is taken off, then the first step fails, or
+ * the last, because it would cut the sum's own field off. What a device said of
+ * the old packet's checksum (UNNECESSARY, COMPLETE) is forgotten in the same
+ * steps, and segmentation in the first.
  */
-static __always_inline int pw_draft_store(struct __sk_buff *skb, const struct pw_pkt *p,
-					  struct pw_draft *d, __u32 len)
+static __always_inline int pw_draft_fit(struct __sk_buff *skb, const struct pw_pkt *p, __u32 frame,
+					__u32 len)
 {
-	__u32 head = ETH_HLEN + pw_ip_len(p), frame = head + len;
-	__u32 cut = frame + p->l4, room = cut - (p->l4 - head);
-	void *from = d->l4 - head;
+	__u32 cut = frame + p->l4, room = cut - (p->l4 - (frame - len));
 
 	if (bpf_skb_change_tail(skb, frame + cut, 0) ||
 	    bpf_skb_adjust_room(skb, -(__s32)cut, BPF_ADJ_ROOM_MAC, 0) ||
 	    bpf_skb_adjust_room(skb, room, BPF_ADJ_ROOM_MAC, 0) ||
 	    bpf_skb_change_tail(skb, frame, 0))
+		return -1;
+	return 0;
+}
+
+/* The kernel moves a packet's front by no more at once; and how often we do. */
+#define PW_ROOM_MAX 0xfff
+#define PW_ROOM_CUTS 4
+
+/*
+ * The same for a packet whose end no program may move, because it still counts
+ * as encapsulated: it has come out of a tunnel header, by a device that says so,
+ * or a pod has a tunnel of its own. And for one with its sum so far inside.
+ *
+ * All but what must stay is taken off the front, and room for the whole answer
+ * made before it. The rest is padding: the IP header says where the answer ends,
+ * as in a frame that a link has padded. A sum that a device is to write starts
+ * either in what is taken off, and is forgotten, or in the padding, and does no
+ * harm there. (A stack that is handed it like that drops it. Only a pod's own
+ * tunnel gets there, when it carries next to nothing: what goes back through
+ * ours is left by its device, which writes the sum.)
+ *
+ * Segmentation is not forgotten, and a device would cut the answer.
+ */
+static __always_inline int pw_draft_pad(struct __sk_buff *skb, const struct pw_pkt *p, __u32 frame)
+{
+	__u32 keep = ETH_HLEN + pw_ip_len(p), over;
+	int i;
+
+	if (skb->gso_size)
+		return -1;
+#pragma unroll
+	for (i = 0; i < PW_ROOM_CUTS; i++) {
+		over = skb->len - keep;
+		if (skb->len <= keep)
+			break;
+		if (over > PW_ROOM_MAX)
+			over = PW_ROOM_MAX;
+		if (bpf_skb_adjust_room(skb, -(__s32)over, BPF_ADJ_ROOM_MAC, 0))
+			return -1;
+	}
+	return skb->len > keep || bpf_skb_adjust_room(skb, frame, BPF_ADJ_ROOM_MAC, 0) ? -1 : 0;
+}
+
+/* Puts the draft in the packet's place; len is that of its transport part. */
+static __always_inline int pw_draft_store(struct __sk_buff *skb, const struct pw_pkt *p,
+					  struct pw_draft *d, __u32 len)
+{
+	__u32 head = ETH_HLEN + pw_ip_len(p), frame = head + len;
+	void *from = d->l4 - head;
+
+	if (pw_draft_fit(skb, p, frame, len) && pw_draft_pad(skb, p, frame))
 		return -1;
 	barrier_var(frame);
 	if (frame > PW_FRAME_MAX)
@@ -190,15 +240,25 @@ static __always_inline int pw_reset(struct __sk_buff *skb, struct pw_pkt *p, str
 	return pw_draft_store(skb, p, d, sizeof(*rst));
 }
 
-/* An ICMP error about the packet; rest is the header's second word. */
-static __always_inline int pw_error(struct __sk_buff *skb, struct pw_pkt *p, struct pw_draft *d,
-				    __u8 type, __u8 code, __be32 rest)
+/*
+ * An ICMP error about the packet; rest is the header's second word. Verified
+ * once, not for every error and family.
+ */
+__noinline int pw_error(struct __sk_buff *skb, struct pw_pkt *p, __u32 type, __u32 code, __u32 rest)
 {
-	__u8 proto = p->v6 ? IPPROTO_ICMPV6 : IPPROTO_ICMP;
-	struct pw_icmphdr *icmp = (void *)d->l4;
-	__u32 max = p->v6 ? PW_ERROR_MAX_V6 : PW_ERROR_MAX_V4;
-	__u32 quote = pw_packet_len(skb, p), len;
+	struct pw_scratch *s = pw_get_scratch();
+	struct pw_icmphdr *icmp;
+	__u32 max, quote, len;
+	struct pw_draft *d;
+	__u8 proto;
 
+	if (!p || !s)
+		return -1;
+	d = &s->draft;
+	icmp = (void *)d->l4;
+	proto = p->v6 ? IPPROTO_ICMPV6 : IPPROTO_ICMP;
+	max = p->v6 ? PW_ERROR_MAX_V6 : PW_ERROR_MAX_V4;
+	quote = pw_packet_len(skb, p);
 	max -= pw_ip_len(p) + sizeof(*icmp);
 	if (quote > max)
 		quote = max;
@@ -234,9 +294,8 @@ __noinline int pw_refuse(struct __sk_buff *skb, struct pw_pkt *p)
 	if (p->key.proto == IPPROTO_TCP)
 		return pw_reset(skb, p, &s->draft);
 	if (p->v6)
-		return pw_error(skb, p, &s->draft, PW_ICMP6_UNREACHABLE, PW_ICMP6_PORT_UNREACHABLE,
-				0);
-	return pw_error(skb, p, &s->draft, PW_ICMP_UNREACHABLE, PW_ICMP_PORT_UNREACHABLE, 0);
+		return pw_error(skb, p, PW_ICMP6_UNREACHABLE, PW_ICMP6_PORT_UNREACHABLE, 0);
+	return pw_error(skb, p, PW_ICMP_UNREACHABLE, PW_ICMP_PORT_UNREACHABLE, 0);
 }
 
 /* Redirects are errors, too: they are not answered by one. */
@@ -276,14 +335,12 @@ static __always_inline void pw_speak_as_router(const struct __sk_buff *skb, stru
 /* The same for a packet whose time has ended here (RFC 1812 5.3.1). */
 __noinline int pw_time_exceeded(struct __sk_buff *skb, struct pw_pkt *p)
 {
-	struct pw_scratch *s = pw_get_scratch();
-
-	if (!p || !s || !pw_answerable(skb, p) || pw_is_redirect(skb, p))
+	if (!p || !pw_answerable(skb, p) || pw_is_redirect(skb, p))
 		return -1;
 	pw_speak_as_router(skb, p);
 	if (p->v6)
-		return pw_error(skb, p, &s->draft, PW_ICMP6_TIME_EXCEEDED, 0, 0);
-	return pw_error(skb, p, &s->draft, PW_ICMP_TIME_EXCEEDED, 0, 0);
+		return pw_error(skb, p, PW_ICMP6_TIME_EXCEEDED, 0, 0);
+	return pw_error(skb, p, PW_ICMP_TIME_EXCEEDED, 0, 0);
 }
 
 /*
@@ -292,10 +349,9 @@ __noinline int pw_time_exceeded(struct __sk_buff *skb, struct pw_pkt *p)
  */
 __noinline int pw_too_big(struct __sk_buff *skb, struct pw_pkt *p, __u32 mtu)
 {
-	struct pw_scratch *s = pw_get_scratch();
 	__be16 frag;
 
-	if (!p || !s || !pw_answerable(skb, p) || pw_is_redirect(skb, p))
+	if (!p || !pw_answerable(skb, p) || pw_is_redirect(skb, p))
 		return -1;
 	if (!p->v6 && (bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct iphdr, frag_off), &frag,
 					  sizeof(frag)) ||
@@ -305,9 +361,8 @@ __noinline int pw_too_big(struct __sk_buff *skb, struct pw_pkt *p, __u32 mtu)
 	if (p->hook != PW_FROM_NETDEV)
 		pw_speak_as_router(skb, p);
 	if (p->v6)
-		return pw_error(skb, p, &s->draft, PW_ICMP6_TOO_BIG, 0, bpf_htonl(mtu));
-	return pw_error(skb, p, &s->draft, PW_ICMP_UNREACHABLE, PW_ICMP_FRAG_NEEDED,
-			bpf_htonl(mtu & 0xffff));
+		return pw_error(skb, p, PW_ICMP6_TOO_BIG, 0, bpf_htonl(mtu));
+	return pw_error(skb, p, PW_ICMP_UNREACHABLE, PW_ICMP_FRAG_NEEDED, bpf_htonl(mtu & 0xffff));
 }
 
 /* Back through the tunnel that it came out of. */

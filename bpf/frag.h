@@ -116,6 +116,9 @@ static __always_inline int pw_frag_parse(struct __sk_buff *skb, struct pw_pkt *p
 
 	if (err)
 		return err;
+	/* No fragment, but what came in one piece out of the reassembly, and unread. */
+	if (!fr->off && !fr->more)
+		return PW_DROP_MALFORMED;
 	return !fr->len || (fr->more && fr->len & 7) ? PW_DROP_MALFORMED : 0;
 }
 

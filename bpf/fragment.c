@@ -90,8 +90,13 @@ static __always_inline int pw_frag_later(struct __sk_buff *skb, struct pw_pkt *p
 	if (hosts && (state == PW_FRAG_HOST || state == PW_FRAG_SPLIT))
 		return PW_FRAG_PASS;
 	err = pw_frag_may_rise(p);
-	/* Of a liar nothing is kept, unless it is the host's to judge. */
-	if (!state && (!err || err == PW_DROP_FRAGMENT_BEFORE_FIRST || hosts)) {
+	/*
+	 * Of a liar nothing is kept, unless it is the host's to judge. What rises
+	 * has a token of its own: what did not rise before has none, but that of
+	 * another datagram may stand where it was written down.
+	 */
+	if (state != PW_FRAG_STACK &&
+	    (!err || (!state && (err == PW_DROP_FRAGMENT_BEFORE_FIRST || hosts)))) {
 		s->frag.token = bpf_get_prandom_u32() | 1;
 		pw_frag_store(s, err ? PW_FRAG_SPLIT : PW_FRAG_STACK);
 	}

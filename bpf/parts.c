@@ -37,6 +37,39 @@ int part_too_big(struct __sk_buff *skb)
 	return pw_back(skb, pw_too_big(skb, &p, cfg_mtu));
 }
 
+/*
+ * Makes it what a packet out of a tunnel header is: it still counts as
+ * encapsulated when the header is off.
+ */
+static __always_inline int pw_nest(struct __sk_buff *skb, const struct pw_pkt *p)
+{
+	__u64 flags = p->v6 ? BPF_F_ADJ_ROOM_ENCAP_L3_IPV6 : BPF_F_ADJ_ROOM_ENCAP_L3_IPV4;
+	__s32 len = pw_ip_len(p);
+
+	return bpf_skb_adjust_room(skb, len, BPF_ADJ_ROOM_MAC, flags | BPF_F_ADJ_ROOM_FIXED_GSO) ||
+	       bpf_skb_adjust_room(skb, -len, BPF_ADJ_ROOM_MAC, BPF_F_ADJ_ROOM_FIXED_GSO);
+}
+
+SEC("tc")
+int part_refuse_nested(struct __sk_buff *skb)
+{
+	struct pw_pkt p = { .hook = PW_FROM_NETDEV };
+
+	if (pw_parse(skb, &p) || pw_nest(skb, &p))
+		return PW_NEXT;
+	return pw_back(skb, pw_refuse(skb, &p));
+}
+
+SEC("tc")
+int part_too_big_nested(struct __sk_buff *skb)
+{
+	struct pw_pkt p = { .hook = PW_FROM_NETDEV };
+
+	if (pw_parse(skb, &p) || pw_nest(skb, &p))
+		return PW_NEXT;
+	return pw_back(skb, pw_too_big(skb, &p, cfg_mtu));
+}
+
 SEC("tc")
 int part_clamp_mss(struct __sk_buff *skb)
 {

@@ -321,7 +321,7 @@ func (f *flags) completeMasquerade() (err error) {
 	if m.Ports, err = sourceport.Parse(f.sourcePorts); err != nil {
 		return fmt.Errorf("--source-ports: %w", err)
 	}
-	if err = sourceport.CheckBeside(m.Ports, sourceport.Range(f.NodePorts)); err != nil {
+	if err = sourceport.Check(m.Ports, sourceport.Range(f.NodePorts)); err != nil {
 		return fmt.Errorf("--source-ports: %w", err)
 	}
 	if len(m.Ports) == 0 {

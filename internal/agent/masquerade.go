@@ -21,7 +21,7 @@ type Masquerade struct {
 // wrong with them.
 func (m Masquerade) chosen(nodePorts service.PortRange, local sourceport.Range) (ports []sourceport.Range, shortage, err error) {
 	if len(m.Ports) > 0 {
-		return m.Ports, nil, nil
+		return m.Ports, sourceport.CheckLocal(m.Ports, local), nil
 	}
 	return sourceport.Choose(sourceport.Range(nodePorts), local)
 }

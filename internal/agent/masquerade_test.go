@@ -38,8 +38,11 @@ func TestSourcePortsFollow(t *testing.T) {
 	if got := b.a.masquerade().String(); got != "IPv4 and IPv6; source ports 1024-29999, 32768-65535" {
 		t.Errorf("told as %q", got)
 	}
-	m := Masquerade{Ports: []sourceport.Range{{Min: 7, Max: 8}}}
-	if got, shortage, err := m.chosen(b.a.opt.NodePorts, sourceport.Range{Min: 1, Max: 65535}); !slices.Equal(got, m.Ports) || shortage != nil || err != nil {
-		t.Errorf("ports that were named: %v, %v, %v", got, shortage, err)
+	// Ports that were named are taken, and what is wrong with them is said.
+	m := Masquerade{Ports: []sourceport.Range{{Min: 2000, Max: 29999}}}
+	for local, short := range map[sourceport.Range]bool{{Min: 32768, Max: 60999}: false, {Min: 20000, Max: 60999}: true} {
+		if got, shortage, err := m.chosen(b.a.opt.NodePorts, local); !slices.Equal(got, m.Ports) || (shortage != nil) != short || err != nil {
+			t.Errorf("ports that were named, beside the host's %v: %v, %v, %v", local, got, shortage, err)
+		}
 	}
 }

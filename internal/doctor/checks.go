@@ -123,6 +123,9 @@ func checkSysctls(_ context.Context, f Facts) (out []Finding) {
 			Text: "is 1, which the kernel takes together with each device's own: it answers on every device for what it has another route to"})
 	}
 	for name := range devices {
+		if node.IsCover(name) {
+			routed(name) // routes are looked up as from there, see internal/node
+		}
 		pod := node.IsHostVeth(name)
 		if !pod && name != node.OverlayName {
 			continue

@@ -13,6 +13,7 @@ import (
 	"github.com/podweir/podweir/internal/api"
 	"github.com/podweir/podweir/internal/firewall"
 	"github.com/podweir/podweir/internal/kubeproxy"
+	"github.com/podweir/podweir/internal/node"
 )
 
 const veth = "pw0123456789a"
@@ -147,6 +148,11 @@ func TestChecks(t *testing.T) {
 		{"forwarding", func(h *fakeHost, _ *Facts) { h.sysctls["net/ipv4/ip_forward"] = "0" }, []string{"fail sysctls|net.ipv4.ip_forward|is 0 and must be 1"}},
 		{"rp_filter", func(h *fakeHost, _ *Facts) { h.sysctls["net/ipv4/conf/"+veth+"/rp_filter"] = "1" }, []string{"fail sysctls|" + veth + ".rp_filter|must be 2"}},
 		{"a device's forwarding", func(h *fakeHost, _ *Facts) { h.sysctls["net/ipv4/conf/eth0/forwarding"] = "0" }, []string{"fail sysctls|net.ipv4.conf.eth0.forwarding"}},
+		{"forwarding of the device over a pod's", func(h *fakeHost, _ *Facts) {
+			over := node.CoverName(veth)
+			h.mtus[over] = 1450
+			h.sysctls["net/ipv4/conf/"+over+"/forwarding"], h.sysctls["net/ipv6/conf/"+over+"/forwarding"] = "1", "0"
+		}, []string{"fail sysctls|net.ipv6.conf." + node.CoverName(veth) + ".forwarding|must be 1"}},
 		{"proxy_arp of all", func(h *fakeHost, _ *Facts) { h.sysctls["net/ipv4/conf/all/proxy_arp"] = "1" }, []string{"warn sysctls|all.proxy_arp"}},
 		{"no IPv6 in the kernel", func(h *fakeHost, _ *Facts) { delete(h.sysctls, "net/ipv6/conf/all/forwarding") }, nil},
 		{"a small device", func(h *fakeHost, _ *Facts) { h.mtus["eth0"] = 1400 }, []string{"fail mtu|Device eth0|1350"}},

@@ -14,6 +14,9 @@ const (
 	// Enough is how many ports there have to be: the NodePorts and what the
 	// host takes for itself may not leave fewer.
 	Enough = 1024
+	// Fewest is how many may be named by hand: with fewer, a handful of
+	// connections to one place would have all of them.
+	Fewest = 256
 	// Max is how many ranges the datapath knows (PW_PORT_RANGES).
 	Max = 4
 )
@@ -71,19 +74,48 @@ func Parse(list []string) ([]Range, error) {
 	return out, nil
 }
 
-// CheckBeside refuses ports, as they are named by hand, that NodePorts may have:
-// unless these leave fewer than [Enough], when there is no way but to share.
-func CheckBeside(ports []Range, nodePorts Range) error {
+// Check refuses ports, as they are named by hand, that are the node's own below
+// 1024, that are fewer than [Fewest], or that NodePorts may have: unless these
+// leave fewer than [Enough], when there is no way but to share. None are none.
+func Check(ports []Range, nodePorts Range) error {
+	if len(ports) == 0 {
+		return nil
+	}
+	for _, r := range ports {
+		if r.Min < first {
+			return fmt.Errorf("%v has ports below %d, which are for the node's own services: begin at %d", r, first, first)
+		}
+	}
+	if n := Count(ports); n < Fewest {
+		return fmt.Errorf("these are %d ports, at least %d are needed: there are no more connections to one place than ports", n, Fewest)
+	}
 	beside := without([]Range{{first, last}}, nodePorts)
 	if Count(beside) < Enough {
 		return nil
 	}
 	for _, r := range ports {
-		if nodePorts.Len() > 0 && r.Min <= nodePorts.Max && nodePorts.Min <= r.Max {
+		if r.overlaps(nodePorts) {
 			return fmt.Errorf("%v overlaps the range of NodePorts %v: leave those out, or narrow --service-node-port-range", r, nodePorts)
 		}
 	}
 	return nil
+}
+
+// CheckLocal says which ports, as they are named by hand, the host takes for
+// itself, too. That is safe, because whoever comes second is given another port,
+// and the range is each host's own and may change: a reason to tell, not to
+// refuse.
+func CheckLocal(ports []Range, local Range) error {
+	for _, r := range ports {
+		if r.overlaps(local) {
+			return fmt.Errorf("--source-ports %v overlaps net.ipv4.ip_local_port_range %v, of which the host takes ports for its own connections: leave those out, or narrow the sysctl", r, local)
+		}
+	}
+	return nil
+}
+
+func (r Range) overlaps(o Range) bool {
+	return r.Len() > 0 && o.Len() > 0 && r.Min <= o.Max && o.Min <= r.Max
 }
 
 // Choose returns all ports from 1024 on that are in neither range. Should the

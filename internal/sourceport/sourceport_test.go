@@ -37,7 +37,7 @@ func TestChoose(t *testing.T) {
 	}
 }
 
-func TestCheckBeside(t *testing.T) {
+func TestCheck(t *testing.T) {
 	nodePorts := Range{30000, 32767}
 	for _, tt := range []struct {
 		ports     []Range
@@ -50,13 +50,44 @@ func TestCheckBeside(t *testing.T) {
 		{[]Range{{1024, 2000}, {32767, 32767}}, nodePorts, true},
 		{[]Range{{1, 65535}}, nodePorts, true},
 		{[]Range{{31000, 31001}}, nodePorts, true},
-		{[]Range{{1, 65535}}, Range{}, false},
+		{[]Range{{1024, 65535}}, Range{}, false},
+		{[]Range{{1, 65535}}, Range{}, true},
+		{[]Range{{1, 2}}, nodePorts, true},
+		{[]Range{{1023, 29999}}, nodePorts, true},
+		{[]Range{{1000, 1010}, {2000, 29999}}, nodePorts, true},
+		{[]Range{{1000, 3000}}, Range{1, 65535}, true},
+		{[]Range{{2000, 2254}}, nodePorts, true},
+		{[]Range{{2000, 2255}}, nodePorts, false},
+		{[]Range{{2000, 2127}, {3000, 3127}}, nodePorts, false},
+		{[]Range{{2000, 2127}, {3000, 3126}}, nodePorts, true},
+		{[]Range{{2000, 2254}}, Range{1, 65535}, true},
 		{[]Range{{1024, 2047}}, Range{1, 65535}, false},
 		{[]Range{{1024, 2047}}, Range{1, 64511}, true},
 		{[]Range{{1024, 2047}}, Range{1, 64512}, false},
 	} {
-		if err := CheckBeside(tt.ports, tt.nodePorts); (err != nil) != tt.bad {
+		if err := Check(tt.ports, tt.nodePorts); (err != nil) != tt.bad {
 			t.Errorf("%v beside NodePorts %v: %v", tt.ports, tt.nodePorts, err)
+		}
+	}
+}
+
+func TestCheckLocal(t *testing.T) {
+	local := Range{32768, 60999}
+	for _, tt := range []struct {
+		ports []Range
+		local Range
+		bad   bool
+	}{
+		{nil, local, false},
+		{[]Range{{1024, 29999}, {61000, 65535}}, local, false},
+		{[]Range{{1024, 32768}}, local, true},
+		{[]Range{{1024, 29999}, {60999, 65535}}, local, true},
+		{[]Range{{40000, 41000}}, local, true},
+		{[]Range{{1024, 65535}}, local, true},
+		{[]Range{{1024, 65535}}, Range{}, false},
+	} {
+		if err := CheckLocal(tt.ports, tt.local); (err != nil) != tt.bad {
+			t.Errorf("%v beside the host's %v: %v", tt.ports, tt.local, err)
 		}
 	}
 }

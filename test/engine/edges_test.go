@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	corev1 "k8s.io/api/core/v1"
 
 	"github.com/podweir/podweir/internal/tunnel"
 	"github.com/podweir/podweir/test/cluster"
@@ -195,6 +196,66 @@ func TestPodsOwnTunnel(t *testing.T) {
 		}
 	}
 	checksumErrors(t, w.client.Netns, w.remote.Netns)
+}
+
+// Such a packet for an address that nobody serves is refused like any other:
+// its sender hears of it, however the kernel counts what it has inside. All of
+// them have a checksum to be written, which lands nowhere in the answer.
+func TestPodsOwnTunnelRefused(t *testing.T) {
+	w := shared(t)
+	ctx := within(t, time.Minute)
+	nobody := service("nobody", "10.98.0.77", "fd00:10:98::77")
+	svc := nobody[0].(*corev1.Service)
+	svc.Spec.Ports = []corev1.ServicePort{{Name: "own", Port: 8472, Protocol: corev1.ProtocolUDP}}
+	ok(t, w.Manifests.Put(svc))
+	t.Cleanup(func() { ok(t, w.Manifests.Delete(svc)) })
+	for _, f := range families {
+		t.Run(f.name, func(t *testing.T) {
+			to := f.pick("10.98.0.77", "fd00:10:98::77")
+			ok(t, run(ctx, w.client.Netns, fmt.Sprintf(`
+				ip link add own type vxlan id 7 dstport 8472 local %v remote %v dev eth0
+				ip link set own mtu 1300 up
+				ip addr add 192.0.2.1/24 dev own
+				ip neigh add 192.0.2.2 lladdr 02:00:00:00:00:02 dev own`, f.of(w.client), to)))
+			t.Cleanup(func() { ok(t, run(context.Background(), w.client.Netns, "ip link del own")) })
+			eventually(t, ctx, func() error {
+				before := counters(t, w.a)
+				probe := udp(t, w.client.Netns, "", port(to, 8472), nil)
+				defer probe.Close()
+				if _, err := probe.Write([]byte("hello")); err != nil {
+					return err
+				}
+				if counters(t, w.a).since(before)["refused/from_pod"] == 0 {
+					return errors.New("not refused yet")
+				}
+				return nil
+			})
+			u := udp(t, w.client.Netns, "", "192.0.2.2:9", nil)
+			for _, n := range []int{100, 1200} {
+				heard := unreachables(t, w.client.Netns, f)
+				_, err := u.Write(bytesOf(7, n))
+				ok(t, err)
+				eventually(t, ctx, func() error {
+					if unreachables(t, w.client.Netns, f) == heard {
+						return fmt.Errorf("%d bytes inside: not refused", n)
+					}
+					return nil
+				})
+			}
+		})
+	}
+	checksumErrors(t, w.client.Netns)
+}
+
+// unreachables is how many such errors a namespace has received.
+func unreachables(t testing.TB, n *cluster.Netns, f family) int {
+	t.Helper()
+	got, err := n.SNMP()
+	ok(t, err)
+	if f.name == "ipv6" {
+		return int(got["Icmp6InDestUnreachs"])
+	}
+	return int(got["Icmp:InDestUnreachs"])
 }
 
 // Congestion marks: what the inner packet says stands in the outer header

@@ -424,6 +424,37 @@ func TestFragmentsRise(t *testing.T) {
 	})
 }
 
+// A datagram whose first went to the host rises under a token of its own when
+// its address becomes a pod's: what another one was is not forgotten for it.
+func TestFragmentsRiseUnderTheirOwnToken(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		w.use(defragging)
+		f := w.f
+		token := func(pkt []byte) string { return string(pkt[8:12]) }
+		wire := shot{hook: fromNetdev, dev: devWire}
+		parts := cut(udp(ap(f.world, 53), ap(f.free, 22)).with(string(pattern(1500))).bytes(t), 4, 496)
+		other := w.rise(wire, cut(udp(ap(f.world, 53), ap(f.client, 22)).with(string(pattern(1000))).bytes(t), 3, 496))
+		wire.pkt = parts[0]
+		w.run(wire).is(passed)
+		w.endpoint(f.free, maps.Endpoint{Ifindex: w.index(devThird)})
+		var own []string
+		for _, pkt := range parts[1:] {
+			wire.pkt = pkt
+			r := w.fire(wire)
+			if r.counts[reassembly] != 1 {
+				t.Fatalf("did not rise: %v", r)
+			}
+			own = append(own, token(r.out))
+		}
+		if own[0] == token(other[0]) || own[0] == string(make([]byte, 4)) || own[1] != own[0] || own[2] != own[0] {
+			t.Errorf("tokens %x, of the other datagram %x", own, token(other[0]))
+		}
+		if r := w.risen(fromNetdev, other[0]).ended(fwdLocal); wrong(r.out) != "" {
+			t.Errorf("the other datagram: %v", r)
+		}
+	})
+}
+
 // The host's own goes back to the device that it came in by, as it came, and
 // the hook there lets it by.
 func TestFragmentsRiseForTheHost(t *testing.T) {
@@ -521,6 +552,68 @@ func TestFragmentsThatDidNotRise(t *testing.T) {
 				t.Error(msg)
 			}
 		}
+	})
+}
+
+// What comes out of the reassembly in one piece is judged by what it is then: one
+// that would be malformed at the hook where it rose is so here, and never taken
+// for a fragment. To the host it goes as it came.
+func TestWholeOutOfTheReassembly(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		w.use(defragging)
+		f := w.f
+		l4 := 34
+		if f.v6 {
+			l4 = 54
+		}
+		set := func(at int, v ...byte) func([]byte) []byte {
+			return func(p []byte) []byte { copy(p[at:], v); return p }
+		}
+		short := func(n int) func([]byte) []byte {
+			return func(p []byte) []byte { p = p[:n]; setLength(p, n-14); return p }
+		}
+		from := func(src netip.Addr, dst netip.Addr) map[string][]byte {
+			datagram, segment := udp(ap(src, 1), ap(dst, 2)).with(string(pattern(64))), tcp(ap(src, 1), ap(dst, 2), ack)
+			out := map[string][]byte{}
+			for name, c := range map[string]struct {
+				fr frame
+				do func([]byte) []byte
+			}{
+				"UDP length 0":               {datagram, set(l4+4, 0, 0)},
+				"UDP length 7":               {datagram, set(l4+4, 0, 7)},
+				"UDP length behind the end":  {datagram, set(l4+4, 9, 0)},
+				"no UDP header":              {datagram, short(l4 + 7)},
+				"data offset 4":              {segment, set(l4+12, 0x40)},
+				"data offset behind the end": {segment, set(l4+12, 0xf0)},
+				"no TCP header":              {segment, short(l4 + 19)},
+				"no ICMP header":             {echo(src, dst, 7), short(l4 + 7)},
+				"no SCTP header":             {frame{src: ap(src, 1), dst: ap(dst, 2), proto: maps.ProtoSCTP}, short(l4 + 11)},
+			} {
+				pkt := c.do(c.fr.bytes(t))
+				if !f.v6 {
+					binary.BigEndian.PutUint16(pkt[24:], 0)
+					binary.BigEndian.PutUint16(pkt[24:], ^uint16(onesSum(0, pkt[14:34])))
+				}
+				out[name] = pkt
+			}
+			return out
+		}
+		try := func(at shot, fr frame, cases map[string][]byte, want reason) {
+			up := w.rise(at, cut(fr.with(string(pattern(1000))).bytes(t), 3, 496))[0]
+			for name, pkt := range cases {
+				at.pkt = pkt
+				w.run(at).is(want)
+				whole := slices.Clone(pkt)
+				copy(whole[6:12], up[6:12])
+				r := w.risen(at.hook, whole).is(want)
+				if want == passed && !slices.Equal(r.out[l4:], pkt[l4:]) {
+					t.Errorf("%s: changed", name)
+				}
+			}
+		}
+		try(shot{hook: fromPod, dev: devClient}, udp(ap(f.client, 1), ap(f.local, 2)), from(f.client, f.local), malformed)
+		try(shot{hook: fromNetdev, dev: devWire}, udp(ap(f.world, 1), ap(f.client, 2)), from(f.world, f.client), malformed)
+		try(shot{hook: fromNetdev, dev: devWire}, udp(ap(f.world, 1), ap(f.nodeA, 2)), from(f.world, f.nodeA), passed)
 	})
 }
 

@@ -97,6 +97,37 @@ func TestTooBig(t *testing.T) {
 	})
 }
 
+// What still counts as encapsulated is answered in the same words, with
+// padding behind them, however long it was.
+func TestAnswersToNested(t *testing.T) {
+	p := partsFor(t)
+	both(t, func(t *testing.T, w *world) {
+		src, dst := ap(w.f.client, 40000), ap(w.f.remote, 80)
+		padding := 34
+		if w.f.v6 {
+			padding = 54
+		}
+		for _, n := range []int{0, 1, 8, 33, 34, 35, 53, 54, 55, 500, 1231, 1232, 1440, 3000} {
+			for _, fr := range []frame{tcp(src, dst, ack), tcp(src, dst, syn), udp(src, dst)} {
+				fr.payload = pattern(n)
+				pkt := dontFragment(fr.bytes(t))
+				for name, c := range map[string]struct {
+					p    *ebpf.Program
+					want []byte
+				}{
+					"refusal": {p.PartRefuseNested, refusal(pkt)},
+					"too big": {p.PartTooBigNested, aboutPacket(pkt, [2]byte{3, 4}, [2]byte{2, 0}, partMTU)},
+				} {
+					act, out := alone(t, c.p, pkt)
+					if act != actRedirect || len(out) != len(c.want)+padding || !slices.Equal(out[:len(c.want)], c.want) {
+						t.Fatalf("%s, %d bytes of protocol %d: action %d\n got  %x\n want %x", name, n, fr.proto, act, out, c.want)
+					}
+				}
+			}
+		}
+	})
+}
+
 func dontFragment(pkt []byte) []byte {
 	if pkt[12] == 0x08 {
 		pkt[20] |= 0x40
