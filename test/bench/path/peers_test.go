@@ -212,18 +212,6 @@ func TestChoosePhases(t *testing.T) {
 	}
 }
 
-func TestPortsInTurn(t *testing.T) {
-	var ports turn
-	var got []int
-	for range 5 {
-		got = append(got, ports.next(50, portRange{1000, 1299}, portRange{2000, 2150}))
-	}
-	// A hundred each, with those that warm up.
-	if want := []int{1000, 1100, 1200, 2000, 1000}; !slices.Equal(got, want) {
-		t.Errorf("ports %v, want %v", got, want)
-	}
-}
-
 func TestCountRules(t *testing.T) {
 	iptables := `*nat
 :KUBE-SERVICES - [0:0]
