@@ -10,7 +10,7 @@ export PATH := $(PATH):/usr/sbin:/sbin
 export PODWEIR_BIN := $(CURDIR)/bin
 
 BPF_SOURCES := $(wildcard bpf/*.c bpf/*.h)
-PATH_CORE := test/bench/path/core/path.c
+PATH_CORE := $(wildcard test/bench/path/core/*.c test/bench/path/core/*.h)
 GENERATED := internal/bpf/dp_bpfel.go
 CLANG_FORMAT ?= clang-format-19
 PACKAGES ?= ./...
@@ -45,7 +45,7 @@ build: generate ## builds bin/podweir-agent, bin/podweir-cni, bin/podweir and th
 	@go build -o bin/pw-bench-path ./test/bench/path
 	@go build -o bin/pw-bench-control ./test/bench/control
 	@go build -o bin/pw-bench-programs ./test/bench/programs
-	@clang-19 -O2 -Wall -Wextra -Werror -static -o bin/pw-path-core $(PATH_CORE)
+	@clang-19 -O2 -Wall -Wextra -Werror -static -o bin/pw-path-core $(filter %.c,$(PATH_CORE))
 
 IMAGE ?= podweir:dev
 

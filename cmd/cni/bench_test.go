@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -12,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/containernetworking/cni/libcni"
@@ -163,7 +165,13 @@ func (n *node) config(version string, more map[string]any) *libcni.NetworkConfig
 		"capabilities": map[string]bool{"ips": true, "portMappings": true},
 	}
 	maps.Copy(plugin, more)
-	data, err := json.Marshal(map[string]any{"cniVersion": version, "name": "podweir", "plugins": []any{plugin}})
+	return n.list(version, plugin)
+}
+
+// list is a network list of these plugins.
+func (n *node) list(version string, plugins ...any) *libcni.NetworkConfigList {
+	n.t.Helper()
+	data, err := json.Marshal(map[string]any{"cniVersion": version, "name": "podweir", "plugins": plugins})
 	if err != nil {
 		n.t.Fatal(err)
 	}
@@ -209,6 +217,41 @@ func (n *node) del(list *libcni.NetworkConfigList, rt *libcni.RuntimeConf) {
 	if err := n.cni.DelNetworkList(n.t.Context(), list, rt); err != nil {
 		n.t.Fatalf("DEL %s: %v", rt.ContainerID, err)
 	}
+}
+
+// addAll adds all pods at once. Each has an address of each family then, or the
+// test has failed.
+func (n *node) addAll(list *libcni.NetworkConfigList, rts []*libcni.RuntimeConf) []*types100.Result {
+	n.t.Helper()
+	results := make([]*types100.Result, len(rts))
+	var wg sync.WaitGroup
+	for i, rt := range rts {
+		wg.Go(func() {
+			r, err := n.cni.AddNetworkList(context.Background(), list, rt)
+			if err == nil {
+				results[i], err = types100.NewResultFromResult(r)
+			}
+			if err != nil || len(results[i].IPs) != 2 {
+				n.t.Errorf("ADD %s: %v, %v", rt.ContainerID, results[i], err)
+			}
+		})
+	}
+	wg.Wait()
+	return results
+}
+
+// delAll deletes all at once.
+func (n *node) delAll(list *libcni.NetworkConfigList, rts []*libcni.RuntimeConf) {
+	n.t.Helper()
+	var wg sync.WaitGroup
+	for _, rt := range rts {
+		wg.Go(func() {
+			if err := n.cni.DelNetworkList(context.Background(), list, rt); err != nil {
+				n.t.Errorf("DEL %s: %v", rt.ContainerID, err)
+			}
+		})
+	}
+	wg.Wait()
 }
 
 // run executes the plugin as a runtime does, without libcni's help.

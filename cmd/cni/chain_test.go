@@ -162,15 +162,7 @@ func (n *node) chained(version string, before, after map[string]any) *libcni.Net
 		after["type"] = afterPlugin
 		plugins = append(plugins, after)
 	}
-	data, err := json.Marshal(map[string]any{"cniVersion": version, "name": "podweir", "plugins": plugins})
-	if err != nil {
-		n.t.Fatal(err)
-	}
-	list, err := libcni.NetworkConfFromBytes(data)
-	if err != nil {
-		n.t.Fatal(err)
-	}
-	return list
+	return n.list(version, plugins...)
 }
 
 func TestChained(t *testing.T) {

@@ -13,7 +13,6 @@ import (
 
 	"github.com/containernetworking/cni/libcni"
 	"github.com/containernetworking/cni/pkg/types"
-	types100 "github.com/containernetworking/cni/pkg/types/100"
 	"github.com/vishvananda/netlink"
 
 	"github.com/podweir/podweir/internal/endpoint"
@@ -254,41 +253,20 @@ func TestConcurrentAdds(t *testing.T) {
 	for i := range rts {
 		rts[i] = n.pod(fmt.Sprintf("pod-%d", i))
 	}
-	results := make([]types.Result, pods)
-	var wg sync.WaitGroup
-	for i, rt := range rts {
-		wg.Go(func() {
-			var err error
-			if results[i], err = n.cni.AddNetworkList(context.Background(), list, rt); err != nil {
-				t.Error(err)
-			}
-		})
-	}
-	wg.Wait()
+	results := n.addAll(list, rts)
 	if t.Failed() {
 		return
 	}
 	seen := map[string]bool{}
 	for _, r := range results {
-		res, err := types100.NewResultFromResult(r)
-		if err != nil || len(res.IPs) != 2 {
-			t.Fatalf("result %v: %v", r, err)
-		}
-		for _, a := range res.IPs {
+		for _, a := range r.IPs {
 			if seen[a.Address.String()] {
 				t.Errorf("%s was given twice", a)
 			}
 			seen[a.Address.String()] = true
 		}
 	}
-	for _, rt := range rts {
-		wg.Go(func() {
-			if err := n.cni.DelNetworkList(context.Background(), list, rt); err != nil {
-				t.Error(err)
-			}
-		})
-	}
-	wg.Wait()
+	n.delAll(list, rts)
 	n.expectNothing()
 }
 

@@ -15,7 +15,6 @@ import (
 
 	"github.com/containernetworking/cni/libcni"
 	"github.com/containernetworking/cni/pkg/types"
-	types100 "github.com/containernetworking/cni/pkg/types/100"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -339,16 +338,6 @@ func TestHundreds(t *testing.T) {
 		rts[i] = n.pod(fmt.Sprint("pod-", i))
 		valid[i] = types.GCAttachment{ContainerID: rts[i].ContainerID, IfName: "eth0"}
 	}
-	results := make([]types.Result, count)
-	var wg sync.WaitGroup
-	for i, rt := range rts {
-		wg.Go(func() {
-			var err error
-			if results[i], err = n.cni.AddNetworkList(context.Background(), list, rt); err != nil {
-				t.Error(err)
-			}
-		})
-	}
 	collected := make(chan struct{})
 	go func() {
 		defer close(collected)
@@ -356,18 +345,14 @@ func TestHundreds(t *testing.T) {
 			n.gc(list, valid...)
 		}
 	}()
-	wg.Wait()
+	results := n.addAll(list, rts)
 	<-collected
 	if t.Failed() {
 		return
 	}
 	owner := map[netip.Addr]string{}
 	for i, r := range results {
-		res, err := types100.NewResultFromResult(r)
-		if err != nil || len(res.IPs) != 2 {
-			t.Fatalf("result %v: %v", r, err)
-		}
-		for _, ip := range res.IPs {
+		for _, ip := range r.IPs {
 			a, _ := netip.AddrFromSlice(ip.Address.IP)
 			if who := owner[a.Unmap()]; who != "" {
 				t.Errorf("%s was given to %s and %s", a, who, rts[i].ContainerID)
@@ -378,14 +363,7 @@ func TestHundreds(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	for _, rt := range rts {
-		wg.Go(func() {
-			if err := n.cni.DelNetworkList(context.Background(), list, rt); err != nil {
-				t.Error(err)
-			}
-		})
-	}
-	wg.Wait()
+	n.delAll(list, rts)
 	n.expectNothing()
 }
 

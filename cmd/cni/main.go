@@ -11,6 +11,7 @@ import (
 
 	"github.com/containernetworking/cni/pkg/skel"
 	"github.com/containernetworking/cni/pkg/types"
+	types100 "github.com/containernetworking/cni/pkg/types/100"
 	cniversion "github.com/containernetworking/cni/pkg/version"
 
 	"github.com/podweir/podweir/internal/cniapi"
@@ -64,16 +65,21 @@ func (c *config) start(op string, args *skel.CmdArgs) (context.Context, context.
 	return ctx, cancel, cniapi.NewClient(c.Socket), log
 }
 
+// read is what ADD and CHECK are given; prev is the result of plugins before
+// this one, or of its own ADD.
+func read(args *skel.CmdArgs) (c *config, req endpoint.Request, prev *types100.Result, err error) {
+	if c, err = parseConfig(args.StdinData); err != nil {
+		return nil, req, nil, err
+	}
+	if req, err = request(args, c); err != nil {
+		return nil, req, nil, err
+	}
+	prev, err = previous(args.StdinData)
+	return c, req, prev, err
+}
+
 func (p plugin) add(args *skel.CmdArgs) error {
-	c, err := parseConfig(args.StdinData)
-	if err != nil {
-		return err
-	}
-	req, err := request(args, c)
-	if err != nil {
-		return err
-	}
-	prev, err := previous(args.StdinData)
+	c, req, prev, err := read(args)
 	if err != nil {
 		return err
 	}
@@ -129,15 +135,7 @@ func (p plugin) del(args *skel.CmdArgs) error {
 }
 
 func (p plugin) check(args *skel.CmdArgs) error {
-	c, err := parseConfig(args.StdinData)
-	if err != nil {
-		return err
-	}
-	req, err := request(args, c)
-	if err != nil {
-		return err
-	}
-	prev, err := previous(args.StdinData)
+	c, req, prev, err := read(args)
 	if err != nil {
 		return err
 	}

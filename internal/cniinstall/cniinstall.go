@@ -10,6 +10,8 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+
+	"github.com/podweir/podweir/internal/wholefile"
 )
 
 // Plugin is the name of the plugin's program, and the type in configurations.
@@ -215,19 +217,9 @@ func replace(name string, data []byte, mode fs.FileMode) (changed bool, err erro
 			return false, nil
 		}
 	}
-	tmp, err := os.CreateTemp(dir, "."+filepath.Base(name)+"-*"+temporary)
-	if err != nil {
-		return false, err
-	}
-	_, err = tmp.Write(data)
-	err = errors.Join(err, tmp.Chmod(mode), tmp.Sync(), tmp.Close())
-	if err == nil {
-		err = os.Rename(tmp.Name(), name)
-	}
-	if err != nil {
-		return false, errors.Join(err, remove(tmp.Name()))
-	}
-	return true, syncDir(dir)
+	temp := filepath.Join(dir, "."+filepath.Base(name)+"-*"+temporary)
+	err = wholefile.Write(name, wholefile.How{Temp: temp, Mode: mode, Durable: true}, wholefile.Bytes(data))
+	return err == nil, err
 }
 
 // sweep removes what a crash left half written.
@@ -250,12 +242,4 @@ func remove(name string) error {
 		return err
 	}
 	return nil
-}
-
-func syncDir(dir string) error {
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
 }

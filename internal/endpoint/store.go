@@ -10,6 +10,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/podweir/podweir/internal/wholefile"
 )
 
 // phase says how far an endpoint's life has come.
@@ -242,7 +244,7 @@ func (s *store) write(dir, name string, v any, durable bool) error {
 	s.step("file renamed")
 	err = f.Close()
 	if durable {
-		err = errors.Join(err, syncDir(dir))
+		err = errors.Join(err, wholefile.SyncDir(dir))
 	}
 	return err
 }
@@ -304,12 +306,4 @@ func (s *store) removeFile(dir, name string) error {
 	}
 	s.step("file removed")
 	return nil
-}
-
-func syncDir(dir string) error {
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
 }

@@ -13,10 +13,11 @@ import (
 	"maps"
 	"os"
 	"path"
-	"path/filepath"
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/podweir/podweir/internal/wholefile"
 )
 
 const (
@@ -126,16 +127,12 @@ func (im Image) Write(w io.Writer) (digest string, err error) {
 
 // WriteFile writes the archive to a file, whole or not at all.
 func (im Image) WriteFile(name string) (digest string, err error) {
-	tmp, err := os.CreateTemp(filepath.Dir(name), "."+filepath.Base(name)+"-*")
+	err = wholefile.Write(name, wholefile.How{Mode: 0o644}, func(w io.Writer) (err error) {
+		digest, err = im.Write(w)
+		return err
+	})
 	if err != nil {
 		return "", err
-	}
-	digest, err = im.Write(tmp)
-	if err = errors.Join(err, tmp.Chmod(0o644), tmp.Close()); err == nil {
-		err = os.Rename(tmp.Name(), name)
-	}
-	if err != nil {
-		return "", errors.Join(err, os.Remove(tmp.Name()))
 	}
 	return digest, nil
 }

@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"github.com/podweir/podweir/internal/sourceport"
+	"github.com/podweir/podweir/internal/wholefile"
 )
 
 // sysctlState is the record of node-wide sysctls that we changed.
@@ -50,23 +51,10 @@ func (s *sysctlState) save() error {
 	if err != nil {
 		return err
 	}
-	tmp, err := os.CreateTemp(filepath.Dir(s.file), ".sysctls-*")
-	if err != nil {
+	if err := wholefile.Write(s.file, wholefile.How{Mode: 0o600, Durable: true}, wholefile.Bytes(append(data, '\n'))); err != nil {
 		return fmt.Errorf("record of changed sysctls: %w", err)
 	}
-	_, err = tmp.Write(append(data, '\n'))
-	err = errors.Join(err, tmp.Sync(), tmp.Close())
-	if err == nil {
-		err = os.Rename(tmp.Name(), s.file)
-	}
-	if err != nil {
-		return fmt.Errorf("record of changed sysctls: %w", errors.Join(err, os.Remove(tmp.Name())))
-	}
-	dir, err := os.Open(filepath.Dir(s.file))
-	if err != nil {
-		return err
-	}
-	return errors.Join(dir.Sync(), dir.Close())
+	return nil
 }
 
 func (m *Manager) readSysctl(name string) (string, error) {

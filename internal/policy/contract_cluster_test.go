@@ -137,18 +137,7 @@ func TestContractCluster(t *testing.T) {
 				input.Policies = append(input.Policies, networkPolicy(t, string(rune('a'+i)), spec))
 			}
 			input.ClusterPolicies = clusterPolicies(t, c.cluster...)
-			o := policy.Compile(*input, nil)
-			if len(o.Problems) > 0 {
-				t.Fatal(o.Problems)
-			}
-			d := load(&o, input)
-			for _, v := range c.verdicts {
-				for _, self := range []string{addrLocal, addrLocal6} {
-					if got := ask(d, self, v.dir, v.peer, v.proto, v.port); got != v.want {
-						t.Errorf("%v %s proto %d port %d at %s: %v, want %v", v.dir, v.peer, v.proto, v.port, self, got, v.want)
-					}
-				}
-			}
+			judged(t, input, c.verdicts)
 		})
 	}
 }

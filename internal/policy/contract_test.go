@@ -136,19 +136,25 @@ func TestContract(t *testing.T) {
 			for i, spec := range c.specs {
 				input.Policies = append(input.Policies, networkPolicy(t, string(rune('a'+i)), spec))
 			}
-			o := policy.Compile(*input, nil)
-			if len(o.Problems) > 0 {
-				t.Fatal(o.Problems)
-			}
-			d := load(&o, input)
-			for _, v := range c.verdicts {
-				for _, self := range []string{addrLocal, addrLocal6} {
-					if got := ask(d, self, v.dir, v.peer, v.proto, v.port); got != v.want {
-						t.Errorf("%v %s proto %d port %d at %s: %v, want %v", v.dir, v.peer, v.proto, v.port, self, got, v.want)
-					}
-				}
-			}
+			judged(t, input, c.verdicts)
 		})
+	}
+}
+
+// judged compiles policies, loads them and asks for verdicts at both addresses.
+func judged(t *testing.T, input *policy.Input, verdicts []verdict) {
+	t.Helper()
+	o := policy.Compile(*input, nil)
+	if len(o.Problems) > 0 {
+		t.Fatal(o.Problems)
+	}
+	d := load(&o, input)
+	for _, v := range verdicts {
+		for _, self := range []string{addrLocal, addrLocal6} {
+			if got := ask(d, self, v.dir, v.peer, v.proto, v.port); got != v.want {
+				t.Errorf("%v %s proto %d port %d at %s: %v, want %v", v.dir, v.peer, v.proto, v.port, self, got, v.want)
+			}
+		}
 	}
 }
 

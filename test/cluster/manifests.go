@@ -20,6 +20,8 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 	"sigs.k8s.io/network-policy-api/apis/v1beta1"
 	"sigs.k8s.io/yaml"
+
+	"github.com/podweir/podweir/internal/wholefile"
 )
 
 // knownTypes are those of the client library, and ClusterNetworkPolicy.
@@ -91,19 +93,8 @@ func (m *Manifests) PutRaw(name string, data []byte) error {
 // write renames a complete file into place. The temporary one lies beside the
 // directory, so that nobody who watches it sees a half-written file.
 func (m *Manifests) write(path string, data []byte) error {
-	tmp, err := os.CreateTemp(filepath.Dir(m.Dir), ".manifest-*")
-	if err != nil {
-		return err
-	}
-	_, err = tmp.Write(data)
-	err = errors.Join(err, tmp.Chmod(0o644), tmp.Close())
-	if err == nil {
-		err = os.Rename(tmp.Name(), path)
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(tmp.Name()))
-	}
-	return nil
+	temp := filepath.Join(filepath.Dir(m.Dir), ".manifest-*")
+	return wholefile.Write(path, wholefile.How{Temp: temp, Mode: 0o644}, wholefile.Bytes(data))
 }
 
 // Delete removes the files of objects. Absent is no error.

@@ -48,6 +48,21 @@ func sentBy(t *testing.T, ctx context.Context, n *cluster.Netns, dev string) (by
 	return 0, 0
 }
 
+// bulkThrough transfers so many bytes, all of them through the qdisc of a
+// node's device.
+func bulkThrough(t *testing.T, ctx context.Context, node *cluster.Netns, dev string, size int, what string, from *cluster.Netns, target string, options ...string) {
+	t.Helper()
+	before, _ := sentBy(t, ctx, node, dev)
+	r, err := from.Bulk(ctx, target, append(options, "-bytes", fmt.Sprint(size), "-timeout", "20s")...)
+	ok(t, err)
+	if int(r.Bytes) != size || !r.CRCMatches || r.Error != "" {
+		t.Errorf("%s, %s: %+v", what, target, r)
+	}
+	if after, _ := sentBy(t, ctx, node, dev); after-before < size {
+		t.Errorf("%s, %s: %d bytes went through %s, want %d", what, target, after-before, dev, size)
+	}
+}
+
 // flowsTo are the flows to a pod's device that have had a packet just now.
 func flowsTo(t *testing.T, set maps.Set, ifindex int) map[maps.FlowKey]maps.Flow {
 	t.Helper()
@@ -136,15 +151,7 @@ func TestN22Qdisc(t *testing.T) {
 	const size = 1 << 20
 	through := func(what string, from *cluster.Netns, target string, options ...string) {
 		t.Helper()
-		before, _ := sentBy(t, ctx, w.a.Netns, dev)
-		r, err := from.Bulk(ctx, target, append(options, "-bytes", fmt.Sprint(size), "-timeout", "20s")...)
-		ok(t, err)
-		if r.Bytes != size || !r.CRCMatches || r.Error != "" {
-			t.Errorf("%s to %s: %+v", what, target, r)
-		}
-		if after, _ := sentBy(t, ctx, w.a.Netns, dev); after-before < size {
-			t.Errorf("%s to %s: %d bytes went through the qdisc, want %d", what, target, after-before, size)
-		}
+		bulkThrough(t, ctx, w.a.Netns, dev, size, what, from, target, options...)
 	}
 	for _, v6 := range []bool{false, true} {
 		own, service := at(ip(p, v6), cluster.ServerPort).String(), vip(pick(v6, ips[0], ips[1]), 80)
@@ -293,15 +300,7 @@ func TestN22IngressFilters(t *testing.T) {
 	const ifb, size = "pwifb0", 1 << 18
 	through := func(what string, from *cluster.Netns, target string, options ...string) {
 		t.Helper()
-		before, _ := sentBy(t, ctx, w.a.Netns, ifb)
-		r, err := from.Bulk(ctx, target, append(options, "-bytes", fmt.Sprint(size), "-timeout", "20s")...)
-		ok(t, err)
-		if r.Bytes != size || !r.CRCMatches || r.Error != "" {
-			t.Errorf("%s, %s: %+v", what, target, r)
-		}
-		if after, _ := sentBy(t, ctx, w.a.Netns, ifb); after-before < size {
-			t.Errorf("%s, %s: %d bytes went through the limit, want %d", what, target, after-before, size)
-		}
+		bulkThrough(t, ctx, w.a.Netns, ifb, size, what, from, target, options...)
 	}
 	all := func() {
 		t.Helper()

@@ -13,7 +13,10 @@
 //     through two entry nodes or two services.
 //   - flood_test.go: floods beside established flows. The benchmark there is
 //     the same with a million packets of each kind.
-//   - fragment_test.go: large datagrams, and fragments in any order.
+//   - fragment_test.go, fragmentorder_test.go: large datagrams, and fragments
+//     in any order.
+//   - fragmentpolicy_test.go, reassembly_test.go: who may send them; those that
+//     never become whole, and the kernel's reassembly without an agent.
 //   - agent_test.go: agents killed under load.
 //
 // # Contract

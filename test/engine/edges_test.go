@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"testing"
 	"time"
 
@@ -43,6 +44,29 @@ func receiveAll(u *net.UDPConn, sent []byte, size int) error {
 	return nil
 }
 
+// segments writes many datagrams at once, to the remote pod's address. The
+// first write, too, is one packet, which both nodes count.
+func (w *world) segments(t *testing.T, to netip.Addr, atA, atB counts) {
+	t.Helper()
+	const size = 1200
+	server := udp(t, w.remote.Netns, port(to, serverPort), "", nil)
+	c := udp(t, w.client.Netns, "", port(to, serverPort), func(fd int) error {
+		return unix.SetsockoptInt(fd, unix.IPPROTO_UDP, unix.UDP_SEGMENT, size)
+	})
+	for i := range 3 {
+		data := bytesOf(byte(i), 20*size+7)
+		before, beforeB := counters(t, w.a), counters(t, w.b)
+		if _, err := c.Write(data); err != nil {
+			t.Fatal(err)
+		}
+		if err := receiveAll(server, data, size); err != nil {
+			t.Errorf("write %d: %v", i, err)
+		}
+		counters(t, w.a).since(before).want(t, fmt.Sprintf("write %d", i), atA)
+		counters(t, w.b).since(beforeB).want(t, fmt.Sprintf("write %d", i), atB)
+	}
+}
+
 // One write of many datagrams (UDP_SEGMENT) leaves as one packet past the
 // device, and comes out as the datagrams it is made of.
 func TestUDPSegmentation(t *testing.T) {
@@ -50,27 +74,10 @@ func TestUDPSegmentation(t *testing.T) {
 	ctx := within(t, 2*time.Minute)
 	for _, f := range families {
 		t.Run(f.name, func(t *testing.T) {
-			const size = 1200
-			to := port(f.of(w.remote), serverPort)
-			server := udp(t, w.remote.Netns, to, "", nil)
-			segment := func(fd int) error { return unix.SetsockoptInt(fd, unix.IPPROTO_UDP, unix.UDP_SEGMENT, size) }
-			c := udp(t, w.client.Netns, "", to, segment)
 			capture, err := w.remote.Capture(ctx, "eth0")
 			ok(t, err)
-			// The first write, too, is a packet of many datagrams.
-			for i := range 3 {
-				data := bytesOf(byte(i), 20*size+7)
-				before, beforeB := counters(t, w.a), counters(t, w.b)
-				if _, err := c.Write(data); err != nil {
-					t.Fatal(err)
-				}
-				if err := receiveAll(server, data, size); err != nil {
-					t.Errorf("write %d: %v", i, err)
-				}
-				counters(t, w.a).since(before).want(t, fmt.Sprintf("write %d", i), counts{"fwd_encap/from_pod": 1})
-				// Inwards by the device: see pw_decap.
-				counters(t, w.b).since(beforeB).want(t, fmt.Sprintf("write %d", i), counts{"fwd_local/from_overlay": 1, "fwd_decap": 0})
-			}
+			// Inwards by the device: see pw_decap.
+			w.segments(t, f.of(w.remote), counts{"fwd_encap/from_pod": 1}, counts{"fwd_local/from_overlay": 1, "fwd_decap": 0})
 			badPackets(t, f.name, capture)
 			ok(t, capture.Close())
 		})

@@ -8,8 +8,6 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/podweir/podweir/test/cluster"
 )
 
@@ -130,24 +128,7 @@ func (w *world) ipipWays(ctx context.Context, t *testing.T, f family) {
 
 // ipipSegments: one write of many datagrams (UDP_SEGMENT).
 func (w *world) ipipSegments(t *testing.T) {
-	const size = 1200
-	to := port(w.remote.IPv4(), serverPort)
-	server := udp(t, w.remote.Netns, to, "", nil)
-	c := udp(t, w.client.Netns, "", to, func(fd int) error {
-		return unix.SetsockoptInt(fd, unix.IPPROTO_UDP, unix.UDP_SEGMENT, size)
-	})
-	for i := range 3 {
-		data := bytesOf(byte(i), 20*size+7)
-		before, beforeB := counters(t, w.a), counters(t, w.b)
-		if _, err := c.Write(data); err != nil {
-			t.Fatal(err)
-		}
-		if err := receiveAll(server, data, size); err != nil {
-			t.Errorf("write %d: %v", i, err)
-		}
-		counters(t, w.a).since(before).want(t, fmt.Sprintf("write %d", i), counts{"fwd_ipip/from_pod": 1})
-		counters(t, w.b).since(beforeB).want(t, fmt.Sprintf("write %d", i), counts{"fwd_decap/from_netdev": 1})
-	}
+	w.segments(t, w.remote.IPv4(), counts{"fwd_ipip/from_pod": 1}, counts{"fwd_decap/from_netdev": 1})
 }
 
 // ipipSources: from nodes alone, with what lives there; never from a pod.

@@ -124,19 +124,7 @@ func (w *world) directSizes(mode string) {
 				defer tap.Close()
 				before, err := w.read()
 				w.must(err)
-				for _, options := range [][]string{{"-bytes", "1048576"}, {"-bytes", "1048576", "-receive"}} {
-					r, err := w.callers["out"].ns.Bulk(w.ctx, target.String(), append(options, "-timeout", "60s")...)
-					w.must(err)
-					if r.Bytes != 1<<20 || !r.CRCMatches || r.Error != "" {
-						w.Errorf("%v: %+v", options, r)
-					}
-					if most := uint32(tunnelMTU - 40 - family(v6, 0, 20)); r.MSS > most || r.MSS < most-20 {
-						w.Errorf("%v: segments of %d, want %d at most", options, r.MSS, most)
-					}
-					if r.Retransmits > manyRetransmits {
-						w.Errorf("%v: %d retransmissions", options, r.Retransmits)
-					}
-				}
+				w.bulkFits(target, v6)
 				now, err := w.read()
 				w.must(err)
 				hook := family(s.ends == "node-b", "from_pod", "to_netdev")
@@ -146,13 +134,7 @@ func (w *world) directSizes(mode string) {
 				if want := mode == "direct" || mode == "ipip" && !v6 || s.ends == "node-b"; want != (now[key] > before[key]) {
 					w.Errorf("%s at %s %s: want it %v; %v", key.reason, key.node, key.hook, want, now.since(before))
 				}
-				w.closing(tap)
-				for _, p := range tap.Packets() {
-					if p.Outer != nil && p.Outer.Fragment {
-						w.Errorf("a fragment on the underlay: %v", p)
-						break
-					}
-				}
+				w.noFragment(tap)
 				// Once told, the client knows of the way to this node for good.
 				if s.ends == "back-b" {
 					w.tooBig(target, v6)
@@ -182,6 +164,16 @@ func (w *world) directFlows(node string, client, target netip.AddrPort) (out []m
 	return nil
 }
 
+// established is a connection from outside that was answered, and its client.
+func (w *world) established(target netip.AddrPort) (*cluster.Stream, probe.StreamReport, netip.AddrPort) {
+	w.Helper()
+	st, err := w.callers["out"].ns.Stream(w.ctx, target.String(), "-proto", "tcp", "-interval", "10ms")
+	w.must(err)
+	r, err := st.Await(w.ctx, "answers", func(r probe.StreamReport) bool { return r.Received >= 5 })
+	w.must(err)
+	return st, r, netip.MustParseAddrPort(r.Local)
+}
+
 // An established flow stands among those that are never evicted, at the entry
 // node too, and the client's FIN closes it there.
 func (w *world) directEnds() {
@@ -191,11 +183,7 @@ func (w *world) directEnds() {
 		w.T.Run(family(v6, "IPv4", "IPv6"), func(t *testing.T) {
 			w := w.sub(t)
 			target := s.frontend(w, "node@node-a", v6)
-			st, err := w.callers["out"].ns.Stream(w.ctx, target.String(), "-proto", "tcp", "-interval", "10ms")
-			w.must(err)
-			r, err := st.Await(w.ctx, "answers", func(r probe.StreamReport) bool { return r.Received >= 5 })
-			w.must(err)
-			client := netip.MustParseAddrPort(r.Local)
+			st, _, client := w.established(target)
 			confirmed := func(node string) error {
 				for _, f := range w.directFlows(node, client, target) {
 					if f.Flags&uint8(bpf.DpPwFlowFlagsPW_F_CONFIRMED) != 0 && f.Tcp&uint8(bpf.DpPwTcpStatePW_TCP_FIN_ORIG) == 0 {
@@ -291,11 +279,7 @@ func (w *world) directFlood() {
 	w.put(s)
 	w.eachFamily(func(w *world, v6 bool) {
 		target := s.frontend(w, "node@node-a", v6)
-		st, err := w.callers["out"].ns.Stream(w.ctx, target.String(), "-proto", "tcp", "-interval", "10ms")
-		w.must(err)
-		r, err := st.Await(w.ctx, "answers", func(r probe.StreamReport) bool { return r.Received >= 5 })
-		w.must(err)
-		client := netip.MustParseAddrPort(r.Local)
+		st, r, client := w.established(target)
 		born := func(node string) uint64 {
 			for _, f := range w.directFlows(node, client, target) {
 				if f.Flags&uint8(bpf.DpPwFlowFlagsPW_F_CONFIRMED) != 0 {

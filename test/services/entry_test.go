@@ -136,19 +136,7 @@ func (w *world) sizes() {
 			defer tap.Close()
 			before, err := w.read()
 			w.must(err)
-			for _, options := range [][]string{{"-bytes", "1048576"}, {"-bytes", "1048576", "-receive"}} {
-				r, err := w.callers["out"].ns.Bulk(w.ctx, target.String(), append(options, "-timeout", "60s")...)
-				w.must(err)
-				if r.Bytes != 1<<20 || !r.CRCMatches || r.Error != "" {
-					w.Errorf("%v: %+v", options, r)
-				}
-				if most := uint32(tunnelMTU - 40 - map[bool]int{true: 20}[v6]); r.MSS > most || r.MSS < most-20 {
-					w.Errorf("%v: segments of %d, want %d at most", options, r.MSS, most)
-				}
-				if r.Retransmits > manyRetransmits {
-					w.Errorf("%v: %d retransmissions", options, r.Retransmits)
-				}
-			}
+			w.bulkFits(target, v6)
 			now, err := w.read()
 			w.must(err)
 			for _, key := range []counterKey{{"node-a", "from_netdev", "mss_clamped", v6}} {
@@ -156,12 +144,37 @@ func (w *world) sizes() {
 					w.Errorf("no %s at %s %s, but %v", key.reason, key.node, key.hook, now.since(before))
 				}
 			}
-			w.closing(tap)
-			if list := tap.Matching(func(p *cluster.Packet) bool { return p.Outer != nil && p.Outer.Fragment }); len(list) > 0 {
-				w.Errorf("%d fragments on the underlay, such as %v", len(list), list[0])
-			}
+			w.noFragment(tap)
 			w.tooBig(target, v6)
 		})
+	}
+}
+
+// bulkFits transfers a MiB each way from outside, in segments that are as large
+// as the tunnel takes.
+func (w *world) bulkFits(target netip.AddrPort, v6 bool) {
+	w.Helper()
+	for _, options := range [][]string{{"-bytes", "1048576"}, {"-bytes", "1048576", "-receive"}} {
+		r, err := w.callers["out"].ns.Bulk(w.ctx, target.String(), append(options, "-timeout", "60s")...)
+		w.must(err)
+		if r.Bytes != 1<<20 || !r.CRCMatches || r.Error != "" {
+			w.Errorf("%v: %+v", options, r)
+		}
+		if most := uint32(tunnelMTU - 40 - family(v6, 0, 20)); r.MSS > most || r.MSS < most-20 {
+			w.Errorf("%v: segments of %d, want %d at most", options, r.MSS, most)
+		}
+		if r.Retransmits > manyRetransmits {
+			w.Errorf("%v: %d retransmissions", options, r.Retransmits)
+		}
+	}
+}
+
+// noFragment: none was on the underlay.
+func (w *world) noFragment(tap *cluster.Capture) {
+	w.Helper()
+	w.closing(tap)
+	if list := tap.Matching(func(p *cluster.Packet) bool { return p.Outer != nil && p.Outer.Fragment }); len(list) > 0 {
+		w.Errorf("%d fragments on the underlay, such as %v", len(list), list[0])
 	}
 }
 

@@ -54,19 +54,11 @@ func TestN22FilteredPods(t *testing.T) {
 	for _, mode := range []string{"vxlan", "direct", "ipip dsr"} {
 		t.Run(mode, func(t *testing.T) {
 			t.Parallel()
-			mode, external, given := strings.Cut(mode, " ")
-			if !given {
-				external = "keep"
-			}
-			w := own(t, "--routing-mode", mode, "--external-source", external)
-			w.dropForwarding()
-			w.hostPortPod(8888)
+			w := behindFirewall(t, mode)
 			w.filterPods()
 			w.withoutForwarding()
+			w.noneForwarded()
 			for _, n := range w.Nodes {
-				if got := w.forwarded(n, "pods"); got != 0 {
-					w.Errorf("%s: %d packets of pods came to the firewall", n.NodeName, got)
-				}
 				out, err := n.Exec(w.ctx, "tc", "-s", "qdisc", "show", "dev", shaper)
 				w.must(err)
 				if strings.Contains(out, "Sent 0 bytes") {

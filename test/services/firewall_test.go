@@ -45,6 +45,30 @@ func (w *world) forwarded(n *cluster.Node, chain string) (packets int) {
 	return packets
 }
 
+// noneForwarded: the firewalls have seen no packet of a pod.
+func (w *world) noneForwarded() {
+	w.Helper()
+	for _, n := range w.Nodes {
+		if got := w.forwarded(n, "pods"); got != 0 {
+			w.Errorf("%s: %d packets of pods came to the firewall", n.NodeName, got)
+		}
+	}
+}
+
+// behindFirewall is a world in a routing mode, and one for clients outside if
+// another word follows, with dropForwarding and a pod with a host port.
+func behindFirewall(t *testing.T, mode string) *world {
+	t.Helper()
+	mode, external, given := strings.Cut(mode, " ")
+	if !given {
+		external = "keep"
+	}
+	w := own(t, "--routing-mode", mode, "--external-source", external)
+	w.dropForwarding()
+	w.hostPortPod(8888)
+	return w
+}
+
 // withoutForwarding is all that works where dropForwarding and a pod with a
 // host port are.
 func (w *world) withoutForwarding() {
@@ -89,19 +113,9 @@ func TestN21ForwardDrop(t *testing.T) {
 	for _, mode := range []string{"vxlan", "direct", "cross-subnet", "ipip", "vxlan dsr", "ipip dsr"} {
 		t.Run(mode, func(t *testing.T) {
 			t.Parallel()
-			mode, external, given := strings.Cut(mode, " ")
-			if !given {
-				external = "keep"
-			}
-			w := own(t, "--routing-mode", mode, "--external-source", external)
-			w.dropForwarding()
-			w.hostPortPod(8888)
+			w := behindFirewall(t, mode)
 			w.withoutForwarding()
-			for _, n := range w.Nodes {
-				if got := w.forwarded(n, "pods"); got != 0 {
-					w.Errorf("%s: %d packets of pods came to the firewall", n.NodeName, got)
-				}
-			}
+			w.noneForwarded()
 			// The firewall is what it is taken for.
 			out := w.callers["out"].ns
 			w.on(out, "ip route add %v via %v", beyond[0], w.addr("node-a", false))

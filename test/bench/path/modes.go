@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/netip"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"strconv"
@@ -144,14 +145,19 @@ func runCore(ctx context.Context, w string, count int, c conversation, cpu, serv
 func (b *bench) measure(ctx context.Context, m mode, w workload) (s sample, err error) {
 	t := b.tops[m.topology]
 	target, port := t.target(m, b.o.family)
+	count := max(1, int(float64(w.count)*b.o.scale))
+	client := t.pods["client"].Netns
+	firstPort, err := t.ports.take(ctx, client, w, count, sayer(os.Stderr, m.name))
+	if err != nil {
+		return s, err
+	}
 	before, err := t.counters()
 	if err != nil {
 		return s, err
 	}
-	count := max(1, int(float64(w.count)*b.o.scale))
 	s, err = runCore(ctx, w.name, count, conversation{
-		client: t.pods["client"].Netns, server: t.pods[m.server].Netns,
-		target: target, port: port, listen: listenPort, firstPort: t.ports(count),
+		client: client, server: t.pods[m.server].Netns,
+		target: target, port: port, listen: listenPort, firstPort: firstPort,
 	}, b.o.cpu, b.o.cpu)
 	if err != nil {
 		return s, err

@@ -222,7 +222,7 @@ func measurePhase(ctx context.Context, o peerOptions, p phase, programs proxyPro
 					apart = steadyTwo
 				}
 				samples, err := steadyRound(apart, round, len(worlds), func(i int) (sample, error) {
-					s, err := worlds[i].measure(ctx, o, y, load)
+					s, err := worlds[i].measure(ctx, o, y, load, out)
 					if err != nil {
 						err = fmt.Errorf("%s, %s, %s: %w", y.name, load.name, worlds[i].setup.label(), err)
 					}

@@ -212,18 +212,6 @@ func TestChoosePhases(t *testing.T) {
 	}
 }
 
-func TestPortsInTurn(t *testing.T) {
-	var ports turn
-	var got []int
-	for range 5 {
-		got = append(got, ports.next(50, portRange{1000, 1299}, portRange{2000, 2150}))
-	}
-	// A hundred each, with those that warm up.
-	if want := []int{1000, 1100, 1200, 2000, 1000}; !slices.Equal(got, want) {
-		t.Errorf("ports %v, want %v", got, want)
-	}
-}
-
 func TestCountRules(t *testing.T) {
 	iptables := `*nat
 :KUBE-SERVICES - [0:0]
@@ -291,19 +279,26 @@ func TestCheckWayNotices(t *testing.T) {
 	}
 }
 
-// A bench of all modes as small as can be, on real namespaces. Each
-// measurement checks for itself that the packets went the way that it is
-// about: see world.measure.
-func TestPeersSmoke(t *testing.T) {
+// inNamespaces is for tests that measure in real ones.
+func inNamespaces(t *testing.T) context.Context {
+	t.Helper()
 	t.Setenv("PW_PATH_MODEST", "1")
 	if testing.Short() {
 		t.Skip("it needs namespaces")
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Minute)
-	defer cancel()
+	t.Cleanup(cancel)
 	if err := cluster.Build(ctx); err != nil {
 		t.Fatal(err)
 	}
+	return ctx
+}
+
+// A bench of all modes as small as can be, on real namespaces. Each
+// measurement checks for itself that the packets went the way that it is
+// about: see world.measure.
+func TestPeersSmoke(t *testing.T) {
+	ctx := inNamespaces(t)
 	dir := t.TempDir()
 	file := filepath.Join(dir, "bench.json")
 	for _, args := range []string{
@@ -354,15 +349,7 @@ func TestPeersSmoke(t *testing.T) {
 
 // What a setup is called is checked against the kernel.
 func TestRulesAreChecked(t *testing.T) {
-	t.Setenv("PW_PATH_MODEST", "1")
-	if testing.Short() {
-		t.Skip("it needs namespaces")
-	}
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Minute)
-	defer cancel()
-	if err := cluster.Build(ctx); err != nil {
-		t.Fatal(err)
-	}
+	ctx := inNamespaces(t)
 	program, err := kubeProxy(ctx, t.Output())
 	if err != nil {
 		t.Fatal(err)

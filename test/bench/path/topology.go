@@ -28,7 +28,7 @@ type topology struct {
 	objs     map[string]*corev1.Pod
 	services map[string]*corev1.Service
 	maps     map[string]maps.Set // by node, of agents
-	port     int                 // the client's next
+	ports    clientPorts         // of pods and of who is outside
 }
 
 func buildTopology(ctx context.Context, m mode) (*topology, error) {
@@ -50,11 +50,24 @@ func buildTopology(ctx context.Context, m mode) (*topology, error) {
 	} else {
 		err = t.plugKernel(m.tunnel)
 	}
-	return t, err
+	if err != nil {
+		return t, err
+	}
+	return t, t.kernelPortRanges()
+}
+
+// kernelPortRanges keeps the kernel of every pod off the ports given out here.
+func (t *topology) kernelPortRanges() error {
+	for name, pod := range t.pods {
+		if err := kernelPortRange(pod.Netns); err != nil {
+			return fmt.Errorf("pod %s: %w", name, err)
+		}
+	}
+	return nil
 }
 
 func newTopology(c *cluster.Cluster) *topology {
-	return &topology{c: c, pods: map[string]*cluster.Pod{}, objs: map[string]*corev1.Pod{}, services: map[string]*corev1.Service{}, maps: map[string]maps.Set{}}
+	return &topology{c: c, pods: map[string]*cluster.Pod{}, objs: map[string]*corev1.Pod{}, services: map[string]*corev1.Service{}, maps: map[string]maps.Set{}, ports: podPorts()}
 }
 
 // remember what is measured by name.
@@ -159,22 +172,4 @@ func (t *topology) target(m mode, family int) (netip.Addr, int) {
 		}
 	}
 	return netip.Addr{}, 0 // the manifests have both
-}
-
-// Ports that the client binds to: all above the servers'.
-const (
-	minPort = 10000
-	maxPort = 65535
-	warmUp  = 50 // connections of pw-path-core before those that count
-)
-
-// ports are the first of as many ports as a measurement needs. They come in
-// turn, so that none is used again while its last connection lingers.
-func (t *topology) ports(count int) int {
-	if t.port < minPort || t.port+count+warmUp > maxPort {
-		t.port = minPort
-	}
-	first := t.port
-	t.port += count + warmUp
-	return first
 }

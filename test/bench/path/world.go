@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/netip"
 	"os"
@@ -28,8 +29,6 @@ var outside = netip.MustParseAddr("172.31.0.1")
 const (
 	apiPort  = 16443 // of the API server, in every node's namespace
 	podRange = "10.244.0.0/16"
-	// hostPorts is where the ports begin that nodes choose for their sockets.
-	hostPorts = 61000
 	// refill is how old live flows may be: a tenth of the time they have.
 	refill = 15 * time.Second
 )
@@ -50,8 +49,7 @@ type world struct {
 	proxies map[string]*cluster.Process
 	env     []string // of what runs iptables
 	filled  time.Time
-	fresh   turn // the client's ports beside those filled
-	host    turn // those of a process of the node
+	host    clientPorts // of a process of the node
 }
 
 func threeNodes() []cluster.NodeConfig {
@@ -65,7 +63,7 @@ func threeNodes() []cluster.NodeConfig {
 // buildWorld makes a setup's topology and waits until it works as it should.
 // What it returns has to be closed, with an error, too.
 func buildWorld(ctx context.Context, s setup, three bool, programs proxyPrograms) (_ *world, err error) {
-	w := &world{setup: s, three: three, proxies: map[string]*cluster.Process{}}
+	w := &world{setup: s, three: three, proxies: map[string]*cluster.Process{}, host: nodePorts()}
 	cfg := cluster.Config{Label: "bench " + s.label(), Wire: !three, LogLevel: "warn", AgentArgs: s.agent, NoSockets: s.noSockets}
 	if three {
 		cfg.Nodes = threeNodes()
@@ -79,8 +77,14 @@ func buildWorld(ctx context.Context, s setup, three bool, programs proxyPrograms
 		return w, err
 	}
 	w.topology = newTopology(c)
+	if s.flows > 1 {
+		w.ports = fillingPorts()
+	}
 	if three {
 		if err := calmSwitch(ctx, c); err != nil {
+			return w, err
+		}
+		if err := kernelPortRange(c.Ext); err != nil {
 			return w, err
 		}
 	}
@@ -89,7 +93,7 @@ func buildWorld(ctx context.Context, s setup, three bool, programs proxyPrograms
 			break
 		}
 		// The ports below are those of measured processes of the node.
-		if err := n.Sysctl("net/ipv4/ip_local_port_range", fmt.Sprintf("%d 65535", hostPorts)); err != nil {
+		if err := kernelPortRange(n.Netns); err != nil {
 			return w, err
 		}
 	}
@@ -121,6 +125,9 @@ func buildWorld(ctx context.Context, s setup, three bool, programs proxyPrograms
 		if err = w.plugKernel(s.tunnel); err == nil && three {
 			err = w.floorRoutes(s.tunnel)
 		}
+	}
+	if err == nil {
+		err = w.kernelPortRanges()
 	}
 	if err == nil {
 		err = w.checkRules(ctx)
@@ -489,47 +496,20 @@ func (w *world) conversation(y way) (c conversation, err error) {
 	return c, err
 }
 
-// clientPorts are the next of the client. Where many datagrams were sent from
-// most ports the first of a flow comes from others. A process of the node
-// leaves those aside that the node's other sockets and NodePorts have.
-func (w *world) clientPorts(y way, load workload, count int) int {
-	switch {
-	case y.client == hostClient:
-		return w.host.next(count, portRange{17000, 29999}, portRange{33000, hostPorts - 1})
-	case w.setup.flows > 1 && load.name == "first":
-		return w.fresh.next(count, portRange{minPort + portsToFill, maxPort})
-	}
-	return w.ports(count)
-}
-
-type portRange struct{ first, last int }
-
-// turn is the next port of one that takes them in turn.
-type turn int
-
-// next takes as many ports, with those that warm up, from the ranges, which
-// are in order.
-func (t *turn) next(count int, ranges ...portRange) int {
-	count += warmUp
-	at := ranges[0].first
-	for _, r := range ranges {
-		if first := max(int(*t), r.first); first+count-1 <= r.last {
-			at = first
-			break
-		}
-	}
-	*t = turn(at + count)
-	return at
-}
-
 // measure runs one workload on a way and checks that it was the way.
-func (w *world) measure(ctx context.Context, o peerOptions, y way, load workload) (s sample, err error) {
+func (w *world) measure(ctx context.Context, o peerOptions, y way, load workload, out io.Writer) (s sample, err error) {
 	c, err := w.conversation(y)
 	if err != nil {
 		return s, err
 	}
 	count := max(1, int(float64(load.count)*o.scale))
-	c.firstPort = w.clientPorts(y, load, count)
+	ports := &w.ports
+	if y.client == hostClient {
+		ports = &w.host
+	}
+	if c.firstPort, err = ports.take(ctx, c.client, load, count, sayer(out, w.setup.label())); err != nil {
+		return s, err
+	}
 	before, err := w.counters()
 	if err != nil {
 		return s, err
