@@ -177,7 +177,10 @@ func (m *migration) nodeByNode(ctx context.Context) error {
 				if err := m.kubectl(ctx, "wait node "+n.Name+" --for=condition=Ready --timeout=60s"); err != nil {
 					return err
 				}
-				return errors.Join(m.removeKubeProxy(ctx, n), m.namesStrangers(ctx, n, "Pod "+m.ns+"/web-"))
+				if err := m.removeKubeProxy(ctx, n); err != nil || n.index > 1 {
+					return err
+				}
+				return m.namesStrangers(ctx, n, "Pod "+m.ns+"/web-") // which takes its time
 			}},
 			migrationStep{"the DaemonSets' pods of " + n.Name + " anew", func() error {
 				if err := m.deletePods(ctx, n.Name); err != nil {
