@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs make test, and then what needs Kubernetes: whether clusters with
-# kube-proxy, which podweir is compared with, do what they have to, and the
-# tests of test/realcluster/e2e. The clusters have names of their own and are
+# kube-proxy, which podweir is compared with, do what they have to, and change
+# over to podweir as docs/migration.md says, and the tests of
+# test/realcluster/e2e. The clusters have names of their own and are
 # taken down in every case. It ends with one line for all of it:
 #
 #	N passed, M failed, K skipped
@@ -15,11 +16,14 @@ up() {
 	return 1
 }
 
-# A check of testsum, below: a cluster with others in podweir's place.
+# A check of testsum, below: a cluster with others in podweir's place, which
+# podweir then takes.
 if [[ ${1:-} == peer ]]; then
 	trap 'bin/pw-cluster down' EXIT
-	up -proxy "$2" -cni "$3"
-	exit
+	up -proxy "$2" -cni "$3" || exit
+	bin/pw-cluster migrate "$4" && exit
+	bin/pw-cluster describe
+	exit 1
 fi
 # Another one: the cluster that the tests then find.
 if [[ ${1:-} == up ]]; then
@@ -43,8 +47,8 @@ make -s test | tee -a "$sums" || status=1
 # Before the rest, as it is long and worth to be seen.
 tools/deps.sh cluster && bin/pw-cluster build || status=1
 bin/testsum \
-	-check 'cluster with kube-proxy, nftables=tools/test-all.sh peer kube-proxy-nftables bridge-vxlan' \
-	-check 'cluster with kube-proxy, iptables=tools/test-all.sh peer kube-proxy-iptables bridge' \
+	-check 'cluster with kube-proxy, nftables, and from there to podweir node by node=tools/test-all.sh peer kube-proxy-nftables bridge-vxlan node-by-node' \
+	-check 'cluster with kube-proxy, iptables, and from there to podweir as a whole=tools/test-all.sh peer kube-proxy-iptables bridge whole' \
 	-check 'cluster with podweir=tools/test-all.sh up' -- \
 	-tags realcluster -count=1 -timeout 45m -parallel 64 -exec "$PWD/bin/pw-cluster outside" ${CLUSTER_TESTS:-} ./test/realcluster/e2e |
 	tee -a "$sums" || { status=1; bin/pw-cluster describe; }

@@ -19,7 +19,6 @@ import (
 	"github.com/podweir/podweir/internal/cniapi"
 	"github.com/podweir/podweir/internal/endpoint"
 	"github.com/podweir/podweir/internal/ipam"
-	"github.com/podweir/podweir/internal/kubeproxy"
 	"github.com/podweir/podweir/internal/loader"
 	"github.com/podweir/podweir/internal/node"
 	"github.com/podweir/podweir/internal/service"
@@ -259,10 +258,18 @@ func Run(ctx context.Context, cfg Config) (err error) {
 	g.Go(func() error { return a.repair(ctx, manager) })
 	g.Go(func() error { a.keepSocket(ctx, listener); return nil })
 	g.Go(func() error { a.offer(ctx, cni); return nil })
+	for _, l := range allLeftovers() {
+		g.Go(func() error {
+			t := time.NewTicker(leftoversEvery)
+			defer t.Stop()
+			a.watchLeftovers(ctx, l, t.C)
+			return nil
+		})
+	}
 	g.Go(func() error {
-		t := time.NewTicker(leftoversEvery)
+		t := time.NewTicker(verifyEvery)
 		defer t.Stop()
-		a.watchLeftovers(ctx, kubeproxy.Find, t.C)
+		new(strangerWatch).run(ctx, a, t.C)
 		return nil
 	})
 	serve(ctx, g, socket, listener)

@@ -12,6 +12,7 @@ import (
 	"github.com/podweir/podweir/internal/firewall"
 	"github.com/podweir/podweir/internal/kubeproxy"
 	"github.com/podweir/podweir/internal/maps"
+	"github.com/podweir/podweir/internal/oldcni"
 )
 
 const second = 1_000_000_000
@@ -443,6 +444,7 @@ func (fakeHost) Route(a netip.Addr) (string, error) { return "eth0", nil }
 func (fakeHost) AskDNS(context.Context, netip.AddrPort) error {
 	return errors.New("i/o timeout")
 }
+func (fakeHost) OldCNI() (oldcni.View, error) { return oldcni.View{}, nil }
 func (fakeHost) KubeProxy(context.Context) (kubeproxy.Leftovers, error) {
 	return kubeproxy.Leftovers{}, nil
 }

@@ -7,6 +7,7 @@ import (
 	"github.com/podweir/podweir/internal/api"
 	"github.com/podweir/podweir/internal/firewall"
 	"github.com/podweir/podweir/internal/kubeproxy"
+	"github.com/podweir/podweir/internal/oldcni"
 )
 
 // State of a finding.
@@ -40,6 +41,9 @@ type Host interface {
 	// KubeProxy looks for what a kube-proxy has left; with an error it is
 	// not all.
 	KubeProxy(ctx context.Context) (kubeproxy.Leftovers, error)
+	// OldCNI shows where another CNI plugin may have left something; with an
+	// error it is not all.
+	OldCNI() (oldcni.View, error)
 	// Sysctl reads one, as a path below /proc/sys.
 	Sysctl(name string) (string, error)
 	// Devices are the MTUs of all devices.
@@ -92,7 +96,7 @@ func Checks() []Check {
 		{"policy", "nothing was heard of that it denied within a second", checkPolicy},
 		{"services", "have endpoints, and the datapath has them", checkServices},
 		{"dns", "the cluster's resolver answers", checkDNS},
-		{"leftovers", "nothing of kube-proxy's is seen", checkLeftovers},
+		{"leftovers", "nothing of kube-proxy's or of another CNI plugin is seen", checkLeftovers},
 	}
 }
 

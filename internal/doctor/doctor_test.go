@@ -14,6 +14,8 @@ import (
 	"github.com/podweir/podweir/internal/firewall"
 	"github.com/podweir/podweir/internal/kubeproxy"
 	"github.com/podweir/podweir/internal/node"
+	"github.com/podweir/podweir/internal/netfilter"
+	"github.com/podweir/podweir/internal/oldcni"
 )
 
 const veth = "pw0123456789a"
@@ -30,6 +32,8 @@ type fakeHost struct {
 	silent   map[netip.AddrPort]bool
 	left     kubeproxy.Leftovers
 	leftErr  error
+	view     oldcni.View
+	viewErr  error
 	err      error
 }
 
@@ -74,6 +78,7 @@ func (h *fakeHost) AskDNS(_ context.Context, to netip.AddrPort) error {
 func (h *fakeHost) KubeProxy(context.Context) (kubeproxy.Leftovers, error) {
 	return h.left, h.leftErr
 }
+func (h *fakeHost) OldCNI() (oldcni.View, error) { return h.view, h.viewErr }
 func (h *fakeHost) Sysctl(name string) (string, error) {
 	v, ok := h.sysctls[name]
 	if !ok {
@@ -223,6 +228,15 @@ func TestChecks(t *testing.T) {
 		}, []string{"warn leftovers|process 7|delete daemonset kube-proxy", "warn leftovers|nftables, table ip6 kube-proxy|end kube-proxy first"}},
 		{"IPVS was here", func(h *fakeHost, _ *Facts) { h.left.Device = true }, []string{"warn leftovers|kube-ipvs0"}},
 		{"leftovers that cannot be read", func(h *fakeHost, _ *Facts) { h.leftErr = errors.New("CAP_NET_ADMIN") }, []string{"warn leftovers|cannot be read: CAP_NET_ADMIN"}},
+		{"another plugin was here", func(h *fakeHost, f *Facts) {
+			f.Status.Nodes[1].PodCIDRs = []netip.Prefix{netip.MustParsePrefix("10.244.158.0/24")}
+			h.view = oldcni.View{
+				Tables:  []netfilter.Table{{Kind: netfilter.IPTablesNFT, Family: "ip", Name: "filter", Chains: []string{"cali-INPUT"}}},
+				Devices: []oldcni.Device{{Name: "cni0", Kind: "bridge"}},
+				Routes:  []oldcni.Route{{Dst: netip.MustParsePrefix("10.244.158.64/26"), Device: "eth0", Protocol: 80}},
+			}
+		}, []string{"warn leftovers|Device cni0|ip link delete cni0", "warn leftovers|Route 10.244.158.64/26|calico-node", "warn leftovers|iptables-nft, table ip filter, chain cali-INPUT|grep -vE"}},
+		{"another plugin's that cannot be read", func(h *fakeHost, _ *Facts) { h.viewErr = errors.New("CAP_NET_ADMIN") }, []string{"warn leftovers|another CNI plugin may have left cannot be read: CAP_NET_ADMIN"}},
 		{"filtered", func(h *fakeHost, f *Facts) {
 			f.Status.Devices[3].Filters, h.programs[9] = "filters", []string{"from_pod_judge", "to_pod"}
 		}, nil},

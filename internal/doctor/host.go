@@ -14,6 +14,7 @@ import (
 	"github.com/podweir/podweir/internal/firewall"
 	"github.com/podweir/podweir/internal/kubeproxy"
 	"github.com/podweir/podweir/internal/loader"
+	"github.com/podweir/podweir/internal/oldcni"
 )
 
 // OSHost is the machine; bpffs is where the agent pins.
@@ -28,6 +29,8 @@ func (h osHost) Pinned() (map[int][]string, error) { return loader.Pinned(h.bpff
 func (h osHost) KubeProxy(ctx context.Context) (kubeproxy.Leftovers, error) {
 	return kubeproxy.Find(ctx)
 }
+
+func (h osHost) OldCNI() (oldcni.View, error) { return oldcni.Look() }
 
 func (h osHost) Sysctl(name string) (string, error) {
 	b, err := os.ReadFile(filepath.Join("/proc/sys", name))

@@ -192,7 +192,7 @@ func checkDNS(ctx context.Context, f Facts) (out []Finding) {
 	return out
 }
 
-// checkLeftovers looks for what a kube-proxy has left.
+// checkLeftovers looks for what a kube-proxy and another CNI plugin have left.
 func checkLeftovers(ctx context.Context, f Facts) (out []Finding) {
 	left, err := f.Host.KubeProxy(ctx)
 	for _, t := range left.Troubles() {
@@ -200,6 +200,19 @@ func checkLeftovers(ctx context.Context, f Facts) (out []Finding) {
 	}
 	if err != nil {
 		out = append(out, Finding{State: Warn, Text: fmt.Sprintf("what a kube-proxy may have left cannot be read: %v", err)})
+	}
+	var ranges []netip.Prefix // unknown without the agent: then no route is judged
+	if f.Status != nil {
+		for _, n := range f.Status.Nodes {
+			ranges = append(ranges, n.PodCIDRs...)
+		}
+	}
+	view, err := f.Host.OldCNI()
+	for _, t := range view.Troubles(ranges) {
+		out = append(out, Finding{State: Warn, Object: t.Object, Text: t.Text, WayOut: t.WayOut})
+	}
+	if err != nil {
+		out = append(out, Finding{State: Warn, Text: fmt.Sprintf("what another CNI plugin may have left cannot be read: %v", err)})
 	}
 	return out
 }

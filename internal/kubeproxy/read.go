@@ -8,14 +8,18 @@ import (
 	"slices"
 
 	"github.com/vishvananda/netlink"
+
+	"github.com/podweir/podweir/internal/netfilter"
 )
 
 // How rules are kept.
 const (
-	NFTables       = "nftables"
-	IPTablesNFT    = "iptables-nft"
-	IPTablesLegacy = "iptables-legacy"
+	NFTables       = netfilter.NFTables
+	IPTablesNFT    = netfilter.IPTablesNFT
+	IPTablesLegacy = netfilter.IPTablesLegacy
 )
+
+const ownTable = "kube-proxy"
 
 // Device is the one that kube-proxy's IPVS mode puts the services' addresses on.
 const Device = "kube-ipvs0"
@@ -28,7 +32,7 @@ type Table struct {
 	Kind   string // NFTables, IPTablesNFT, IPTablesLegacy
 	Family string // ip, ip6
 	Name   string
-	Chains []string // kube-proxy's own, sorted; of nftables all there are
+	Chains []string // kube-proxy's own, sorted; none of nftables, which are all its own
 }
 
 // String names the table, and one of the chains.
@@ -99,16 +103,28 @@ func Find(ctx context.Context) (l Leftovers, err error) {
 	var errs []error
 	l.Running, err = running(ctx)
 	errs = append(errs, err)
-	found, err := readNFT()
+	tables, err := netfilter.Read()
 	errs = append(errs, err)
-	l.Tables = append(l.Tables, found...)
-	for _, f := range legacyFamilies() {
-		found, err := f.read()
-		errs = append(errs, err)
-		l.Tables = append(l.Tables, found...)
-	}
+	l.Tables = own(tables)
 	l.Device, err = deviceThere()
 	return l, errors.Join(append(errs, err)...)
+}
+
+// own are kube-proxy's own tables, and those of iptables with its chains.
+func own(tables []netfilter.Table) (out []Table) {
+	for _, t := range tables {
+		if t.Kind == NFTables {
+			if t.Name == ownTable && t.Family != "inet" {
+				out = append(out, Table{t.Kind, t.Family, t.Name, nil})
+			}
+			continue
+		}
+		chains := slices.DeleteFunc(slices.Clone(t.Chains), func(c string) bool { return !OwnChain(c) })
+		if len(chains) > 0 {
+			out = append(out, Table{t.Kind, t.Family, t.Name, chains})
+		}
+	}
+	return out
 }
 
 // deviceThere: nobody else gives a device that name.

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/podweir/podweir/internal/firewall"
+	"github.com/podweir/podweir/internal/netfilter"
 )
 
 // Remove removes what a kube-proxy left, and says what that was. It refuses
@@ -50,7 +51,7 @@ func (t Table) remove(ctx context.Context) error {
 	switch t.Kind {
 	case NFTables:
 		table := nl.NewRtAttr(unix.NFTA_TABLE_NAME, nl.ZeroTerminated(t.Name))
-		return commit([]nftChange{{unix.NFT_MSG_DELTABLE, nftFamilies[t.Family], []*nl.RtAttr{table}}})
+		return commit([]nftChange{{unix.NFT_MSG_DELTABLE, netfilter.Family(t.Family), []*nl.RtAttr{table}}})
 	case IPTablesNFT:
 		return t.removeChains()
 	}
@@ -65,34 +66,38 @@ const batchSize = 256
 // leads to them from others, so that none of them is half at work, then what is
 // in them, for they lead to each other, then them.
 func (t Table) removeChains() error {
-	family := nftFamilies[t.Family]
-	of := func(c nftChain) bool { return c.family == t.Family && c.table == t.Name && removable(c.name) }
-	chains, err := nftChains()
+	family := netfilter.Family(t.Family)
+	tables, err := netfilter.ReadNFT()
 	if err != nil {
 		return err
 	}
-	rules, err := nftRules(t.Family, t.Name)
+	rules, err := netfilter.ReadRules(t.Family, t.Name)
 	if err != nil {
 		return err
+	}
+	var chains []string
+	for _, o := range tables {
+		if o.Kind == t.Kind && o.Family == t.Family && o.Name == t.Name {
+			chains = slices.DeleteFunc(slices.Clone(o.Chains), func(c string) bool { return !removable(c) })
+		}
 	}
 	var changes []nftChange
 	table := func(kind int) *nl.RtAttr { return nl.NewRtAttr(kind, nl.ZeroTerminated(t.Name)) }
 	for _, r := range rules {
-		if !of(r.nftChain) && slices.ContainsFunc(r.leads, removable) {
+		if !removable(r.Chain) && slices.ContainsFunc(r.Leads, removable) {
 			changes = append(changes, nftChange{unix.NFT_MSG_DELRULE, family, []*nl.RtAttr{
-				table(unix.NFTA_RULE_TABLE), nl.NewRtAttr(unix.NFTA_RULE_CHAIN, nl.ZeroTerminated(r.name)), nl.NewRtAttr(unix.NFTA_RULE_HANDLE, r.handle),
+				table(unix.NFTA_RULE_TABLE), nl.NewRtAttr(unix.NFTA_RULE_CHAIN, nl.ZeroTerminated(r.Chain)), nl.NewRtAttr(unix.NFTA_RULE_HANDLE, r.Handle),
 			}})
 		}
 	}
-	chains = slices.DeleteFunc(chains, func(c nftChain) bool { return !of(c) })
 	for _, c := range chains {
 		changes = append(changes, nftChange{unix.NFT_MSG_DELRULE, family, []*nl.RtAttr{
-			table(unix.NFTA_RULE_TABLE), nl.NewRtAttr(unix.NFTA_RULE_CHAIN, nl.ZeroTerminated(c.name)),
+			table(unix.NFTA_RULE_TABLE), nl.NewRtAttr(unix.NFTA_RULE_CHAIN, nl.ZeroTerminated(c)),
 		}})
 	}
 	for _, c := range chains {
 		changes = append(changes, nftChange{unix.NFT_MSG_DELCHAIN, family, []*nl.RtAttr{
-			table(unix.NFTA_CHAIN_TABLE), nl.NewRtAttr(unix.NFTA_CHAIN_NAME, nl.ZeroTerminated(c.name)),
+			table(unix.NFTA_CHAIN_TABLE), nl.NewRtAttr(unix.NFTA_CHAIN_NAME, nl.ZeroTerminated(c)),
 		}})
 	}
 	for part := range slices.Chunk(changes, batchSize) {

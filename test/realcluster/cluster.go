@@ -269,6 +269,18 @@ func (c Config) Kubectl(ctx context.Context, in io.Reader, out io.Writer, args .
 // Install applies podweir as an overlay of deploy/base, as its users do. chained
 // are plugins, as JSON, that come after podweir's in the CNI configuration.
 func (c Config) Install(ctx context.Context, chained ...string) error {
+	return c.install(ctx, "", chained...)
+}
+
+// install is Install on nodes with a label (of value yes) alone.
+func (c Config) install(ctx context.Context, label string, chained ...string) error {
+	patches := ""
+	if label != "" {
+		patches = `patches:
+  - target: {kind: DaemonSet, name: podweir}
+    patch: '[{"op": "add", "path": "/spec/template/spec/nodeSelector/` + label + `", "value": "yes"}]'
+`
+	}
 	dir := filepath.Join(c.State, "deploy")
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
@@ -289,7 +301,7 @@ configMapGenerator:
   - name: podweir
     behavior: merge
     files: [agent.yaml, 10-podweir.conflist]
-`), 0o644),
+`+patches), 0o644),
 		os.WriteFile(filepath.Join(dir, "10-podweir.conflist"), []byte(`{"cniVersion": "1.0.0", "cniVersions": ["1.0.0", "1.1.0"], "name": "podweir", "plugins": [
   `+strings.Join(plugins, ",\n  ")+`]}
 `), 0o644),

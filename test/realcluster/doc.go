@@ -5,6 +5,7 @@
 //
 //	pw-cluster up      make cluster
 //	pw-cluster check
+//	pw-cluster migrate
 //	pw-cluster describe
 //	pw-cluster down    make cluster-down
 //	pw-cluster in n1 CMD...
@@ -23,7 +24,8 @@
 //     without. Any number of them are side by side: addresses and devices are
 //     the same in each; namespaces and cgroups begin with podweir-NAME-.
 //   - In podweir's place a cluster can have kube-proxy and the reference CNI
-//     plugins (Choose), to compare with. Check tries what both must do.
+//     plugins (Choose), to compare with. Check tries what both must do, and
+//     Migrate has such a cluster change over to podweir.
 //   - Down ends what Up started, process by process as recorded and then by
 //     cgroup, and removes its network namespaces, devices, cgroups and folders.
 //     It can be called at any time, after an Up that failed or was killed too.

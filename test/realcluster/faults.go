@@ -140,10 +140,18 @@ func (c Config) RestartKubelet(node string) error {
 	if err != nil {
 		return err
 	}
-	// The recorded process is nsenter, which waits for the kubelet.
-	pid := running(n.path("run", "kubelet"))
+	if err := n.endChild("kubelet"); err != nil {
+		return err
+	}
+	return c.startKubelet(n)
+}
+
+// endChild ends a program of the node. The recorded process is nsenter, which
+// waits for it.
+func (n Node) endChild(name string) error {
+	pid := running(n.path("run", name))
 	if pid == 0 {
-		return fmt.Errorf("the kubelet of %s does not run", node)
+		return fmt.Errorf("the %s of %s does not run", name, n.Name)
 	}
 	children, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%[1]d/children", pid))
 	if err != nil {
@@ -158,10 +166,10 @@ func (c Config) RestartKubelet(node string) error {
 			return err
 		}
 	}
-	if !waitEnd(n.path("run", "kubelet"), 20*time.Second) {
-		return fmt.Errorf("the kubelet of %s does not end", node)
+	if !waitEnd(n.path("run", name), 20*time.Second) {
+		return fmt.Errorf("the %s of %s does not end", name, n.Name)
 	}
-	return c.startKubelet(n)
+	return nil
 }
 
 // PowerOff takes a node away from one moment to the next: its processes, its

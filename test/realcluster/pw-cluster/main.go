@@ -23,6 +23,7 @@ const usage = `pw-cluster up [-proxy P] [-cni C]
 pw-cluster build [NAME...] builds the binaries of Kubernetes alone, or those named
 pw-cluster down            ends it and removes all but the cache
 pw-cluster check           tries pods, services, names and NodePorts on it
+pw-cluster migrate [WAY]   from kube-proxy to podweir: whole, or node-by-node
 pw-cluster describe        what is on it, and the end of every log
 pw-cluster in NODE CMD...  runs a command in a node (n1, n2, ...)
 pw-cluster outside CMD...  runs a command outside the nodes, where the API server is
@@ -85,6 +86,11 @@ func command(ctx context.Context, args []string) error {
 		return c.Build(ctx, rest...)
 	case "check":
 		return c.Check(ctx)
+	case "migrate":
+		if len(rest) > 1 {
+			return errors.New("pw-cluster migrate [whole|node-by-node]")
+		}
+		return c.Migrate(ctx, append(rest, realcluster.Whole)[0])
 	case "describe":
 		return c.Describe(ctx, 40)
 	case "down":

@@ -1,35 +1,29 @@
-package kubeproxy
+package netfilter
 
 import (
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 )
 
-// nftChain and nftRule are what is read of nf_tables.
-type nftChain struct{ family, table, name string }
-
-type nftRule struct {
-	nftChain
-	handle []byte // as the kernel writes it
-	leads  []string
+// Rule is what is read of a rule of nf_tables.
+type Rule struct {
+	Chain  string
+	Handle []byte // as the kernel writes it
+	Leads  []string
 }
 
-var (
-	nftFamilies = map[string]uint8{"ip": unix.NFPROTO_IPV4, "ip6": unix.NFPROTO_IPV6}
-	// iptablesTables are those that iptables keeps in nf_tables.
-	iptablesTables = []string{"raw", "mangle", "nat", "filter", "security"}
-)
+var families = map[string]uint8{"ip": unix.NFPROTO_IPV4, "ip6": unix.NFPROTO_IPV6, "inet": unix.NFPROTO_INET}
 
-const ownTable = "kube-proxy"
+// Family is the kernel's number of one.
+func Family(name string) uint8 { return families[name] }
 
 func familyName(n uint8) string {
-	for name, v := range nftFamilies {
+	for name, v := range families {
 		if v == n {
 			return name
 		}
@@ -37,16 +31,19 @@ func familyName(n uint8) string {
 	return ""
 }
 
-// ofIPTables: is it in a table that iptables keeps?
-func (c nftChain) ofIPTables() bool { return slices.Contains(iptablesTables, c.table) }
+// kindOf: tables of these names and families are those that iptables keeps.
+func kindOf(family, table string) string {
+	if family != "inet" && slices.Contains([]string{"raw", "mangle", "nat", "filter", "security"}, table) {
+		return IPTablesNFT
+	}
+	return NFTables
+}
 
-// readNFT finds kube-proxy's own tables, and its chains in those of iptables.
-func readNFT() ([]Table, error) {
-	var out []Table
-	err := dumpNFT(unix.NFT_MSG_GETTABLE, unix.NFPROTO_UNSPEC, nil, func() { out = nil }, func(family string, attrs map[uint16][]byte) {
-		if name := text(attrs[unix.NFTA_TABLE_NAME]); name == ownTable {
-			out = append(out, Table{Kind: NFTables, Family: family, Name: name})
-		}
+// ReadNFT reads the tables of nf_tables with their chains.
+func ReadNFT() (out []Table, err error) {
+	err = dumpNFT(unix.NFT_MSG_GETTABLE, unix.NFPROTO_UNSPEC, nil, func() { out = nil }, func(family string, attrs map[uint16][]byte) {
+		name := text(attrs[unix.NFTA_TABLE_NAME])
+		out = append(out, Table{Kind: kindOf(family, name), Family: family, Name: name})
 	})
 	if err != nil {
 		return nil, fmt.Errorf("tables of nf_tables: %w", err)
@@ -56,30 +53,17 @@ func readNFT() ([]Table, error) {
 		return nil, err
 	}
 	for _, c := range chains {
-		if !c.ofIPTables() || !OwnChain(c.name) {
-			continue
+		// A table that was made meanwhile is seen the next time.
+		i := slices.IndexFunc(out, func(t Table) bool { return t.Family == c.family && t.Name == c.table })
+		if i >= 0 {
+			out[i].Chains = append(out[i].Chains, c.name)
 		}
-		i := slices.IndexFunc(out, func(t Table) bool {
-			return t.Kind == IPTablesNFT && t.Family == c.family && t.Name == c.table
-		})
-		if i < 0 {
-			i = len(out)
-			out = append(out, Table{Kind: IPTablesNFT, Family: c.family, Name: c.table})
-		}
-		out[i].Chains = append(out[i].Chains, c.name)
 	}
 	sortTables(out)
 	return out, nil
 }
 
-func sortTables(list []Table) {
-	for _, t := range list {
-		slices.Sort(t.Chains)
-	}
-	slices.SortFunc(list, func(a, b Table) int {
-		return strings.Compare(a.Kind+" "+a.Family+" "+a.Name, b.Kind+" "+b.Family+" "+b.Name)
-	})
-}
+type nftChain struct{ family, table, name string }
 
 func nftChains() (out []nftChain, err error) {
 	err = dumpNFT(unix.NFT_MSG_GETCHAIN, unix.NFPROTO_UNSPEC, nil, func() { out = nil }, func(family string, attrs map[uint16][]byte) {
@@ -91,16 +75,12 @@ func nftChains() (out []nftChain, err error) {
 	return out, nil
 }
 
-// nftRules are the rules of a table.
-func nftRules(family, table string) (out []nftRule, err error) {
+// ReadRules reads the rules of a table of nf_tables.
+func ReadRules(family, table string) (out []Rule, err error) {
 	filter := nl.NewRtAttr(unix.NFTA_RULE_TABLE, nl.ZeroTerminated(table))
-	err = dumpNFT(unix.NFT_MSG_GETRULE, nftFamilies[family], filter, func() { out = nil }, func(of string, attrs map[uint16][]byte) {
-		r := nftRule{
-			nftChain: nftChain{of, text(attrs[unix.NFTA_RULE_TABLE]), text(attrs[unix.NFTA_RULE_CHAIN])},
-			handle:   attrs[unix.NFTA_RULE_HANDLE], leads: leadsTo(attrs[unix.NFTA_RULE_EXPRESSIONS]),
-		}
-		if r.family == family && r.table == table {
-			out = append(out, r)
+	err = dumpNFT(unix.NFT_MSG_GETRULE, families[family], filter, func() { out = nil }, func(of string, attrs map[uint16][]byte) {
+		if of == family && text(attrs[unix.NFTA_RULE_TABLE]) == table {
+			out = append(out, Rule{text(attrs[unix.NFTA_RULE_CHAIN]), attrs[unix.NFTA_RULE_HANDLE], leadsTo(attrs[unix.NFTA_RULE_EXPRESSIONS])})
 		}
 	})
 	if err != nil {

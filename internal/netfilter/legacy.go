@@ -1,4 +1,4 @@
-package kubeproxy
+package netfilter
 
 import (
 	"bytes"
@@ -62,7 +62,7 @@ func (f legacyFamily) tables() ([]string, error) {
 	return strings.Fields(string(b)), nil
 }
 
-// read finds tables with chains of kube-proxy's.
+// read returns the tables with the chains that are not the kernel's.
 func (f legacyFamily) read() (out []Table, err error) {
 	runtime.LockOSThread() // the list of names is the thread's
 	defer runtime.UnlockOSThread()
@@ -82,15 +82,7 @@ func (f legacyFamily) read() (out []Table, err error) {
 			errs = append(errs, fmt.Errorf("rules of legacy %s, table %s, could not be read: %w", f.program, name, err))
 			continue
 		}
-		t := Table{Kind: IPTablesLegacy, Family: f.family, Name: name}
-		for _, c := range f.chains(entries) {
-			if OwnChain(c) {
-				t.Chains = append(t.Chains, c)
-			}
-		}
-		if len(t.Chains) > 0 {
-			out = append(out, t)
-		}
+		out = append(out, Table{Kind: IPTablesLegacy, Family: f.family, Name: name, Chains: f.chains(entries)})
 	}
 	sortTables(out)
 	return out, errors.Join(errs...)
