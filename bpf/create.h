@@ -378,7 +378,8 @@ static __always_inline int pw_host_knows(struct __sk_buff *skb, const struct pw_
  * rev_key. The insert of the forward entry decides between two CPUs that
  * create the same flow; the loser takes its reply entry back. missed: neither
  * table had the key, not even one being removed, a moment ago: the insert
- * alone decides. Returns the reason to count: created, race lost (use the winner's entry), or a drop.
+ * alone decides. Returns the reason to count: created, race lost (use the
+ * winner's entry), or a drop.
  */
 __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *key, int missed)
 {

@@ -48,8 +48,8 @@ func (w *world) forget(t *testing.T, number uint16) {
 			removed++
 		})
 	}
-	if removed < 4 {
-		t.Errorf("only %d entries were there to remove", removed)
+	if removed == 0 || removed%2 != 0 { // a flow has two where it passes, and no copies
+		t.Errorf("%d entries were there to remove, want two a node and flow", removed)
 	}
 }
 
