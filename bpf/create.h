@@ -58,7 +58,7 @@ static long pw_insert_step(__u32 i, struct pw_inserting *c)
 	struct pw_flow *old = NULL;
 
 	if (i || c->which != PW_FWD)
-		old = pw_flow_find(key);
+		old = pw_flow_peek(key);
 	if (old) {
 		if (!pw_flow_expired(key, old, PW_SCRATCH_PACKET)) {
 			if (c->waits && old->flags & PW_F_REPLY)
@@ -74,7 +74,7 @@ static long pw_insert_step(__u32 i, struct pw_inserting *c)
 	if (!bpf_map_lookup_elem(&pw_flows, key)) {
 		/*
 		 * In a full LRU those that were never looked up go first, before
-		 * all that was left of confirmed flows: this counts as one.
+		 * all that was answered once, as names are: this counts as one.
 		 */
 		bpf_map_lookup_elem(&pw_flows_new, key);
 		c->result = PW_INSERTED;
@@ -217,7 +217,7 @@ static long pw_port_step(__u32 i, struct pw_port_search *c)
 	if (!s)
 		return 1;
 	s->rev_key.dport = pw_port_any();
-	f = pw_flow_find(&s->rev_key);
+	f = pw_flow_peek(&s->rev_key);
 	if (f && !pw_flow_expired(&s->rev_key, f, PW_SCRATCH_PACKET))
 		return 0;
 	if (pw_port_in_use(c->skb, s->rev_key.proto, s->rev_key.dport, 0))
@@ -376,10 +376,12 @@ static __always_inline int pw_host_knows(struct __sk_buff *skb, const struct pw_
 /*
  * Writes both entries of a new flow: the scratch's fwd under key, rev under
  * rev_key. The insert of the forward entry decides between two CPUs that
- * create the same flow; the loser takes its reply entry back. Returns the
- * reason to count: created, race lost (use the winner's entry), or a drop.
+ * create the same flow; the loser takes its reply entry back. missed: neither
+ * table had the key, not even one being removed, a moment ago: the insert
+ * alone decides. Returns the reason to count: created, race lost (use the
+ * winner's entry), or a drop.
  */
-__noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *key)
+__noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *key, int missed)
 {
 	struct pw_scratch *s = pw_get_scratch();
 	struct pw_flow *other;
@@ -388,7 +390,7 @@ __noinline int pw_flow_create(struct __sk_buff *skb, const struct pw_flow_key *k
 	if (!key || !s)
 		return PW_DROP_FLOW_INSERT;
 	s->fwd_key = *key;
-	err = pw_flow_vacant(&s->fwd_key);
+	err = missed ? PW_INSERTED : pw_flow_vacant(&s->fwd_key);
 	if (err != PW_INSERTED)
 		return err == PW_EXISTS ? PW_FLOW_RACE_LOST : PW_DROP_FLOW_INSERT;
 	s->rev.key_hash = pw_key_hash(&s->rev_key);

@@ -395,7 +395,7 @@ __noinline int pw_decide(struct __sk_buff *skb, struct pw_pkt *p)
 	err = pw_mirror(skb, p, s);
 	if (err)
 		return err;
-	err = pw_flow_create(skb, &p->key);
+	err = pw_flow_create(skb, &p->key, p->missed);
 	if (err >= PW_DROP_MALFORMED)
 		return err;
 	pw_count(err, p->hook, p->v6, skb->len);

@@ -73,8 +73,11 @@ static __always_inline void pw_twin_key(const struct pw_flow_key *k, const struc
 	twin->pad = 0;
 }
 
-/* The entry of a key in either table; a value recycled meanwhile is none. */
-static __always_inline struct pw_flow *pw_flow_find(const struct pw_flow_key *k)
+/*
+ * The entry of a key in either table; a value recycled meanwhile is none. One
+ * that is just being moved may be missed: for those who look again.
+ */
+static __always_inline struct pw_flow *pw_flow_peek(const struct pw_flow_key *k)
 {
 	struct pw_flow *f = bpf_map_lookup_elem(&pw_flows, k);
 
@@ -83,6 +86,17 @@ static __always_inline struct pw_flow *pw_flow_find(const struct pw_flow_key *k)
 	if (f && f->key_hash != pw_key_hash(k))
 		return NULL;
 	return f;
+}
+
+/* The same, not to be missed: it was moved between the two, if not there. */
+static __always_inline struct pw_flow *pw_flow_find(const struct pw_flow_key *k)
+{
+	struct pw_flow *f = pw_flow_peek(k);
+
+	if (f)
+		return f;
+	f = bpf_map_lookup_elem(&pw_flows, k);
+	return f && f->key_hash == pw_key_hash(k) ? f : NULL;
 }
 
 /*
@@ -186,7 +200,7 @@ static __always_inline int pw_flow_whole(const struct pw_flow_key *k, const stru
 	return f->flags & (PW_F_CONFIRMED | PW_F_REPLY) || pw_flow_has_twin(k, f);
 }
 
-/* What promotion left behind goes first: nobody may take it for the flow. */
+/* What may be left in the other table goes first: nobody may take it for the flow. */
 static __always_inline void pw_flow_delete(const struct pw_flow_key *k)
 {
 	pw_new_delete(k);
@@ -254,7 +268,9 @@ enum pw_confirm {
 
 /*
  * Moves a flow to pw_flows: reply entry first, so that the original, which
- * decides, never stands there alone. The old copies are left to age.
+ * decides, never stands there alone. The old copies go when both are there:
+ * left to age, those of all that lives would fill pw_flows_new, where every
+ * insert would have to push one out first and every miss to pass some by.
  * k and f are the original direction's.
  */
 __noinline int pw_flow_confirm(const struct pw_flow_key *k, struct pw_flow *f)
@@ -278,13 +294,21 @@ __noinline int pw_flow_confirm(const struct pw_flow_key *k, struct pw_flow *f)
 		return PW_FULL;
 	s->copy = *f;
 	if (s->copy.key_hash != pw_key_hash(k))
-		return PW_FULL;
+		goto gone;
 	s->copy.flags |= PW_F_CONFIRMED;
 	if (pw_flow_promote(pw_key_arg(s, k), &s->copy)) {
 		bpf_map_delete_elem(&pw_flows, twin_key);
 		return PW_FULL;
 	}
+	pw_new_delete(&s->arg);
+	pw_new_delete(twin_key);
 	return PW_MOVED;
+gone:
+	/* Another CPU was faster, and took its copy away; or else it is over. */
+	if (bpf_map_lookup_elem(&pw_flows, pw_key_arg(s, k)))
+		return PW_MOVED;
+	bpf_map_delete_elem(&pw_flows, twin_key);
+	return PW_FULL;
 }
 
 /* FIN and RST act on both entries of a flow. */

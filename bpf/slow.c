@@ -88,7 +88,7 @@ __noinline int pw_review(struct __sk_buff *skb, struct pw_pkt *p, struct pw_flow
  * One try at everything but the straight way: 0, a reason, or PW_REVIEW_AGAIN.
  *
  * look: in the flow tables. A tuple that has just been missed need not be
- * looked up before a flow is made of it: pw_flow_create does so, and finds
+ * looked up before a flow is made of it: the insert in pw_flow_create finds
  * what another CPU has made, or moved from table to table, meanwhile.
  */
 static __always_inline int pw_try(struct __sk_buff *skb, struct pw_pkt *p, int look)
@@ -96,8 +96,10 @@ static __always_inline int pw_try(struct __sk_buff *skb, struct pw_pkt *p, int l
 	struct pw_flow *f = NULL;
 	int err;
 
-	if (look)
+	if (look) {
+		p->missed = 0;
 		f = pw_flow_find(&p->key);
+	}
 	if (f) {
 		err = pw_review(skb, p, f);
 		if (err != PW_REVIEW_FREE)

@@ -24,7 +24,7 @@ static long pw_sweep_one(__u32 i, struct pw_sweep *c)
 	if (bpf_skb_load_bytes(c->skb, ETH_HLEN + i * sizeof(k), &k, sizeof(k)))
 		return 1;
 	f = pw_flow_find(&k);
-	/* What promotion left behind, while the flow itself lives. */
+	/* What programs of before have left, and a race may: a copy of a flow that lives. */
 	if (f && f->flags & PW_F_CONFIRMED)
 		pw_new_delete(&k);
 	if (!f || !pw_flow_expired(&k, f, PW_SCRATCH_SWEEP) ||

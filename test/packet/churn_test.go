@@ -67,7 +67,11 @@ func TestEvictionsAreCounted(t *testing.T) {
 			}
 		}
 		want(0)
+		entries := w.newFlows()
 		c := w.conn(60000).open()
+		if n := w.newFlows(); n != entries {
+			t.Fatalf("%d entries of new flows, want %d: a confirmed one has none", n, entries)
+		}
 		want(0)
 		// An outlived flow makes room for the next of its tuple.
 		fr := udp(ap(w.f.client, 40000), ap(w.f.vipLocal, svcPort))
@@ -96,7 +100,7 @@ func TestEvictionsAreCounted(t *testing.T) {
 			t.Fatalf("swept %d flows", n)
 		}
 		want(1)
-		// The copies that promotion left behind.
+		// An established flow, which took its own entries away.
 		if n := w.sweep(c.out.key(), c.answer.key()); n != 0 {
 			t.Fatalf("swept %d established flows", n)
 		}

@@ -152,9 +152,6 @@ func (e *engine) compare() string {
 func (e *engine) compareTo(m *model) string {
 	var want [2]map[flowKey]pwmaps.Flow
 	want[0], want[1] = make(map[flowKey]pwmaps.Flow), make(map[flowKey]pwmaps.Flow)
-	for k, v := range m.left {
-		want[1][k] = v
-	}
 	for _, f := range m.flows {
 		i := 1
 		if f.confirmed {

@@ -143,7 +143,7 @@ func (e *engine) reset() {
 		}
 	}
 	e.m.cluster.restore(e.w, e.base)
-	e.m.flows, e.m.left, e.trail = nil, make(map[flowKey]pwmaps.Flow), nil
+	e.m.flows, e.trail = nil, nil
 	e.began = e.w.now()
 	e.pushed, e.kept = 0, e.w.kept()
 }

@@ -79,10 +79,9 @@ type model struct {
 	limits   timeouts
 	now      uint64
 	flows    []*mflow
-	left     map[flowKey]pwmaps.Flow // what promotion left in pw_flows_new
-	room     int                     // entries that fit pw_flows
-	roomNew  int                     // and pw_flows_new, 0 = it makes room
-	overlaid bool                    // nodes have tunnel headers
+	room     int  // entries that fit pw_flows
+	roomNew  int  // and pw_flows_new, 0 = it makes room
+	overlaid bool // nodes have tunnel headers
 }
 
 func (m *model) find(k flowKey) (*mflow, int) {
@@ -100,10 +99,6 @@ func (m *model) find(k flowKey) (*mflow, int) {
 // end removes what there is of a flow.
 func (m *model) end(f *mflow) {
 	m.flows = slices.DeleteFunc(m.flows, func(o *mflow) bool { return o == f })
-	if f.confirmed {
-		delete(m.left, f.key)
-		delete(m.left, f.back)
-	}
 }
 
 func (f *mflow) closed() bool { return f.rst || f.fin[orig] && f.fin[reply] }
@@ -557,8 +552,7 @@ func translatable(k flowKey) bool {
 	return false
 }
 
-func (m *model) countNew() int {
-	n := len(m.left)
+func (m *model) countNew() (n int) {
 	for _, f := range m.flows {
 		if !f.confirmed {
 			n += count(f)
@@ -610,6 +604,5 @@ func (m *model) touch(f *mflow, dir int, p packet, o outcome) {
 		return
 	}
 	o.engine[confirmed]++
-	m.left[f.key], m.left[f.back] = f.entry(orig), f.entry(reply)
 	f.confirmed = true
 }

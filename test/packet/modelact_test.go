@@ -99,15 +99,12 @@ func (m *model) takesDecap(p packet) bool {
 	return ours
 }
 
-// sweep removes outlived flows, and what promotion left behind.
+// sweep removes outlived flows.
 func (m *model) sweep(keys []flowKey) (removed int) {
 	for _, k := range keys {
 		f, _ := m.find(k)
 		if f == nil {
 			continue
-		}
-		if f.confirmed {
-			delete(m.left, k)
 		}
 		if m.expired(f) {
 			m.end(f)
@@ -166,10 +163,6 @@ func (m *model) clone() *model {
 	for i, f := range m.flows {
 		copied := *f
 		out.flows[i] = &copied
-	}
-	out.left = make(map[flowKey]pwmaps.Flow, len(m.left))
-	for k, e := range m.left {
-		out.left[k] = e
 	}
 	return &out
 }

@@ -379,7 +379,6 @@ func (e *engine) pushOut(s step) string {
 	}
 	del(e.w, e.w.set.FlowsNew, k)
 	if f.confirmed {
-		delete(e.m.left, k)
 		return ""
 	}
 	f.have[dir] = false

@@ -63,10 +63,20 @@ func TestSweep(t *testing.T) {
 	})
 }
 
-// Either entry's key will do, and what promotion left behind goes too.
+// Either entry's key will do. What is in the other table under the key of an
+// established flow goes: programs before these left copies there.
 func TestSweepConfirmed(t *testing.T) {
 	both(t, func(t *testing.T, w *world) {
 		c := w.conn(40000).open()
+		for _, fr := range []frame{c.out, c.answer} {
+			f, ok := w.find(fr.key())
+			if !ok {
+				t.Fatalf("no entry of %v", fr)
+			}
+			if err := w.set.FlowsNew.Put(fr.key(), f.Flow); err != nil {
+				t.Fatal(err)
+			}
+		}
 		for _, fr := range []frame{c.out, c.answer} {
 			w.age(fr.key(), time.Hour)
 		}
