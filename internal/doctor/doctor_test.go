@@ -13,8 +13,8 @@ import (
 	"github.com/podweir/podweir/internal/api"
 	"github.com/podweir/podweir/internal/firewall"
 	"github.com/podweir/podweir/internal/kubeproxy"
-	"github.com/podweir/podweir/internal/node"
 	"github.com/podweir/podweir/internal/netfilter"
+	"github.com/podweir/podweir/internal/node"
 	"github.com/podweir/podweir/internal/oldcni"
 )
 
