@@ -41,6 +41,15 @@ func Programs(ifindex int) (names []string, err error) {
 	return names, nil
 }
 
+// xdpOn is the generic XDP program of a device, if there is one.
+func xdpOn(ifindex int) []ebpf.ProgramID {
+	dev, err := netlink.LinkByIndex(ifindex)
+	if err != nil || dev.Attrs().Xdp == nil || !dev.Attrs().Xdp.Attached {
+		return nil
+	}
+	return []ebpf.ProgramID{ebpf.ProgramID(dev.Attrs().Xdp.ProgId)}
+}
+
 func programsOn(ifindex int, egress bool) (ids []ebpf.ProgramID, err error) {
 	attach, key := ebpf.AttachTCXIngress, hookKey{ifindex, hook{}}
 	if egress {
@@ -61,6 +70,9 @@ func programsOn(ifindex int, egress bool) (ids []ebpf.ProgramID, err error) {
 		}
 	case !errors.Is(err, ebpf.ErrNotSupported):
 		return nil, fmt.Errorf("list programs: %w", err)
+	}
+	if !egress {
+		ids = append(ids, xdpOn(ifindex)...)
 	}
 	dev := &netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Index: ifindex}}
 	filters, err := netlink.FilterList(dev, filterParent(key))
