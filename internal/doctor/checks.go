@@ -42,6 +42,8 @@ func wanted(d api.Device) []string {
 	switch {
 	case d.Name == node.Loopback:
 		return []string{"to_lo"}
+	case d.Role == "wire":
+		return []string{"from_pod_wire"}
 	case d.Role == "pod" && d.Filters != "":
 		return []string{"from_pod_judge", "to_pod"}
 	case d.Role == "pod" && d.Bypassed != "":
@@ -123,7 +125,7 @@ func checkSysctls(_ context.Context, f Facts) (out []Finding) {
 			Text: "is 1, which the kernel takes together with each device's own: it answers on every device for what it has another route to"})
 	}
 	for name := range devices {
-		pod := node.IsHostVeth(name)
+		pod := node.IsPodDevice(name)
 		if !pod && name != node.OverlayName {
 			continue
 		}
