@@ -3,6 +3,7 @@ package contract
 import (
 	"context"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -86,11 +87,26 @@ func TestN22WithoutTCX(t *testing.T) {
 			}
 		}
 	}
-	denied("ADD has returned")
-	allowed("ADD has returned")
-
 	host := hostSide(t, p).Attrs()
 	veth := host.Name
+	// Whatever the pod sends, the stack gets nothing of it below the device over
+	// the veth, where nobody judges.
+	for _, tool := range []string{"iptables", "ip6tables"} {
+		commands(t, ctx, w.a.Netns, tool+" -w -t raw -A PREROUTING -i "+veth)
+	}
+	sealed := func(what string) {
+		t.Helper()
+		for _, tool := range []string{"iptables", "ip6tables"} {
+			out, err := w.a.Exec(ctx, tool, "-w", "-t", "raw", "-S", "PREROUTING", "-v")
+			ok(t, err)
+			if !strings.Contains(out, "-i "+veth+" -c 0 0") {
+				t.Errorf("%s: the stack has got packets from %s: %s", what, veth, out)
+			}
+		}
+	}
+	denied("ADD has returned")
+	allowed("ADD has returned")
+	sealed("ADD has returned")
 	over := endpoint.OverName(veth)
 	const ifb, size = "pwifb2", 1 << 18
 	end := limitSent(t, ctx, w.a.Netns, veth, ifb, "800mbit")
@@ -148,6 +164,7 @@ func TestN22WithoutTCX(t *testing.T) {
 	before := readCounters(t, w.a)
 	silent(t, ctx, p.Netns, "udp", vip("224.0.0.1", 7777))
 	atLeast(t, w.a, before, "drop_multicast", "from_pod", false, 1)
+	sealed("frames for all")
 	end()
 	denied("frames for all, the limit has gone")
 	commands(t, ctx, p.Netns, "ip neigh replace 169.254.1.1 lladdr "+host.HardwareAddr.String()+" dev eth0 nud permanent",
@@ -177,6 +194,7 @@ func TestN22WithoutTCX(t *testing.T) {
 			silent(t, ctx, p.Netns, "udp", to)
 		}
 	}
+	sealed("nothing is over the veth")
 	ok(t, w.a.StartAgent(ctx))
 	eventually(t, ctx, func() error {
 		_, err := w.a.Exec(ctx, "ip", "link", "show", over)
