@@ -68,7 +68,8 @@ func programsOn(ifindex int, egress bool) (ids []ebpf.ProgramID, err error) {
 		for _, p := range r.Programs {
 			ids = append(ids, p.ID)
 		}
-	case !errors.Is(err, ebpf.ErrNotSupported):
+	// A kernel without tcx does not know what it is asked for.
+	case !errors.Is(err, ebpf.ErrNotSupported) && !errors.Is(err, unix.EINVAL):
 		return nil, fmt.Errorf("list programs: %w", err)
 	}
 	if !egress {
