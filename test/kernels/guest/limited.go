@@ -4,7 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
+	"os"
+	"strings"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -161,8 +164,45 @@ func (w *world) checkLimited(v6 bool) error {
 	if after-before < 100 {
 		return fmt.Errorf("%d of its packets went through the limit", after-before)
 	}
-	return errors.Join(
+	return errors.Join(w.sealed(v6),
 		grown.want(-20, bpf.DpPwReasonPW_FWD_LOCAL, fromPod, v6),
 		grown.want(-5, bpf.DpPwReasonPW_FWD_HOST, fromPod, v6),
 		grown.want(-5, bpf.DpPwReasonPW_FWD_LOCAL, toPod, v6))
+}
+
+// sealed: frames for all on the link are judged like others, and the stack gets
+// nothing below what is over the veth. Only IPv6 counts by device.
+func (w *world) sealed(v6 bool) error {
+	if !v6 {
+		return nil
+	}
+	p := w.limited
+	err := p.do(func() error {
+		eth0, err := netlink.LinkByName("eth0")
+		if err != nil {
+			return err
+		}
+		return know(eth0.Attrs().Index, gateway6, net.HardwareAddr{0x33, 0x33, 0, 0, 0, 1})
+	})
+	if err != nil {
+		return err
+	}
+	if err := p.converse(w.a.ip(true), podPort); err != nil {
+		return fmt.Errorf("in frames for all: %w", err)
+	}
+	return w.a.do(func() error {
+		data, err := os.ReadFile("/proc/thread-self/net/dev_snmp6/" + p.device)
+		if err != nil {
+			return err
+		}
+		for line := range strings.Lines(string(data)) {
+			if f := strings.Fields(line); len(f) == 2 && f[0] == "Ip6InReceives" {
+				if f[1] != "0" {
+					return fmt.Errorf("the stack has got %s packets from %s", f[1], p.device)
+				}
+				return nil
+			}
+		}
+		return fmt.Errorf("nothing is counted for %s: %s", p.device, data)
+	})
 }
