@@ -385,10 +385,13 @@ static __always_inline int pw_send_back(struct __sk_buff *skb, const struct pw_p
 {
 	__u32 ifindex;
 
-	/* Its own device, where another may be over it. */
+	/*
+	 * By its own device, where another may be over it; and not to its peer,
+	 * which what is over a veth from the beginning does not have.
+	 */
 	if (p->hook == PW_FROM_POD) {
-		pw_make_ours(skb);
-		return bpf_redirect_peer(p->from.id, 0);
+		skb->mark |= cfg_mark;
+		return bpf_redirect(p->from.id, 0);
 	}
 	/* Or clang keeps the field's address, which the verifier refuses. */
 	barrier_var(skb);

@@ -10,6 +10,7 @@
 #include "from_pod.c"
 #include "from_pod_judge.c"
 #include "from_pod_send.c"
+#include "from_pod_wire.c"
 #include "maps.h"
 #include "slow.c"
 #include "sock_connect.c"

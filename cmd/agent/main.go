@@ -137,6 +137,7 @@ When it stops, programs and maps stay in place and traffic goes on;
 	fs.StringVar(&f.Cgroup, "cgroup", "", "folder of the cgroup (v2) whose processes get their services at connect(), or none (default: where cgroup2 is mounted, all processes)")
 	fs.Uint32Var(&f.EventsPerSec, "events-per-second", agent.DefaultEvents, "events about dropped packets, for podweir monitor, per second and CPU, at most 10000; 0 for none")
 	fs.Uint32Var(&f.Mark, "mark", agent.DefaultMark, "packet mark bit for our own use; one bit that nobody else has")
+	fs.BoolVar(&f.Clsact, "clsact", false, "attach programs as filters of a clsact qdisc where the kernel has tcx, too, as before Linux 6.6; a node keeps what it began with until it is restarted")
 	pfs := cmd.PersistentFlags()
 	pfs.StringVar(&f.BPFFS, "bpffs", loader.DefaultBPFFS, "folder on a BPF file system for programs and maps")
 	pfs.StringVar(&f.StateDir, "state-dir", agent.DefaultStateDir, "folder for what has to outlive a restart")

@@ -162,7 +162,7 @@ func (n *node) config(version string, more map[string]any) *libcni.NetworkConfig
 	n.t.Helper()
 	plugin := map[string]any{
 		"type": "podweir-cni", "socket": n.socket, "stateDir": n.state, "timeout": "20s", "logLevel": "error",
-		"capabilities": map[string]bool{"ips": true, "portMappings": true},
+		"capabilities": map[string]bool{"ips": true, "portMappings": true, "bandwidth": true},
 	}
 	maps.Copy(plugin, more)
 	return n.list(version, plugin)

@@ -151,7 +151,7 @@ func (n *node) chained(version string, before, after map[string]any) *libcni.Net
 	n.t.Helper()
 	ours := map[string]any{
 		"type": "podweir-cni", "socket": n.socket, "stateDir": n.state, "timeout": "20s",
-		"capabilities": map[string]bool{"ips": true, "portMappings": true},
+		"capabilities": map[string]bool{"ips": true, "portMappings": true, "bandwidth": true},
 	}
 	plugins := []any{ours}
 	if before != nil {

@@ -342,6 +342,48 @@ func TestGC(t *testing.T) {
 	n.expectNothing()
 }
 
+// What the runtime wants limited: where programs take the place of an ingress
+// qdisc, a rate for what the pod sends has the endpoint leave it free.
+func TestBandwidth(t *testing.T) {
+	for name, c := range map[string]struct {
+		bandwidth any
+		clsact    bool
+		over      bool
+	}{
+		"both, with tcx":       {mm{"ingressRate": 1000000, "ingressBurst": 80000, "egressRate": 2000000, "egressBurst": 80000}, false, false},
+		"both":                 {mm{"ingressRate": 1000000, "ingressBurst": 80000, "egressRate": 2000000, "egressBurst": 80000}, true, true},
+		"what it sends":        {mm{"egressRate": 2000000, "egressBurst": 80000}, true, true},
+		"what it is sent":      {mm{"ingressRate": 2000000, "ingressBurst": 80000, "egressRate": 0}, true, false},
+		"a key of a new burst": {mm{"egressRate": 2000000, "unshapedSubnets": []string{"10.0.0.0/8"}}, true, true},
+		"nothing":              {mm{}, true, false},
+		"not said":             {nil, true, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := newNode(t)
+			n.fakes.Clsact = c.clsact
+			rt := n.pod("web")
+			if c.bandwidth != nil {
+				rt.CapabilityArgs = mm{"bandwidth": c.bandwidth}
+			}
+			list := n.config("1.1.0", nil)
+			r := n.add(list, rt)
+			ep := n.List()[0]
+			if got := ep.Over != ""; got != c.over {
+				t.Errorf("endpoint %+v", ep)
+			}
+			// Others look for the veth.
+			if r.Interfaces[0].Name != ep.HostIfName {
+				t.Errorf("interfaces %v", r.Interfaces)
+			}
+			if err := n.cni.CheckNetworkList(t.Context(), list, rt); err != nil {
+				t.Error(err)
+			}
+			n.del(list, rt)
+			n.expectNothing()
+		})
+	}
+}
+
 func TestBadConfigurations(t *testing.T) {
 	n := newNode(t)
 	rt := n.pod("web")
@@ -359,7 +401,10 @@ func TestBadConfigurations(t *testing.T) {
 		"future version":     {`{"cniVersion":"9.0.0","name":"podweir","type":"podweir-cni"}`, "", types.ErrIncompatibleCNIVersion, nil},
 		"unknown key":        {`{` + base + `,"sockett":"/x"}`, "", types.ErrUnsupportedField, []string{"sockett", "/x"}},
 		"ipam":               {`{` + base + `,"ipam":{"type":"host-local"}}`, "", types.ErrUnsupportedField, []string{"ipam", "host-local"}},
-		"capability":         {`{` + base + `,"runtimeConfig":{"bandwidth":{}}}`, "", types.ErrUnsupportedField, []string{"bandwidth"}},
+		"capability":         {`{` + base + `,"runtimeConfig":{"aliases":[]}}`, "", types.ErrUnsupportedField, []string{"aliases"}},
+		"bandwidth":          {`{` + base + `,"runtimeConfig":{"bandwidth":7}}`, "", types.ErrInvalidNetworkConfig, []string{"bandwidth"}},
+		"a negative rate":    {`{` + base + `,"runtimeConfig":{"bandwidth":{"egressRate":-1}}}`, "", types.ErrInvalidNetworkConfig, []string{"egressRate", "-1"}},
+		"a rate with a unit": {`{` + base + `,"runtimeConfig":{"bandwidth":{"egressRate":"4M"}}}`, "", types.ErrInvalidNetworkConfig, []string{"egressRate"}},
 		"portMappings":       {`{` + base + `,"runtimeConfig":{"portMappings":7}}`, "", types.ErrInvalidNetworkConfig, []string{"portMappings"}},
 		"socket no string":   {`{` + base + `,"socket":7}`, "", types.ErrInvalidNetworkConfig, []string{"socket"}},
 		"socket is relative": {`{` + base + `,"socket":"x.sock"}`, "", types.ErrInvalidNetworkConfig, []string{"socket", "x.sock"}},

@@ -33,6 +33,7 @@ type config struct {
 	RuntimeConfig struct {
 		IPs          []string      `json:"ips"`
 		PortMappings []portMapping `json:"portMappings"`
+		Bandwidth    *bandwidth    `json:"bandwidth"`
 	} `json:"runtimeConfig"`
 	Args struct {
 		CNI struct {
@@ -46,6 +47,15 @@ type config struct {
 	hasValid bool
 	timeout  time.Duration
 	level    slog.Level
+}
+
+// bandwidth is what the plugin bandwidth is told too, which limits: bits per
+// second and bits. podweir makes room for it, see [endpoint.Request.SendLimited].
+type bandwidth struct {
+	IngressRate  uint64 `json:"ingressRate"`
+	IngressBurst uint64 `json:"ingressBurst"`
+	EgressRate   uint64 `json:"egressRate"`
+	EgressBurst  uint64 `json:"egressBurst"`
 }
 
 // portMapping is one entry of the capability as runtimes write it.
@@ -89,7 +99,7 @@ func parseConfig(data []byte) (*config, error) {
 		}
 	}
 	for k, v := range capabilities {
-		if k != "ips" && k != "portMappings" {
+		if k != "ips" && k != "portMappings" && k != "bandwidth" {
 			return nil, types.NewError(types.ErrUnsupportedField,
 				fmt.Sprintf("network configuration: runtimeConfig %q: %s: the capability is not supported; remove it from \"capabilities\"", k, v), "")
 		}
@@ -178,6 +188,9 @@ func request(args *skel.CmdArgs, c *config) (endpoint.Request, error) {
 	}
 	if req.PortMappings, err = parsePortMappings(c.RuntimeConfig.PortMappings); err != nil {
 		return req, badConfig("runtimeConfig.portMappings%v", err)
+	}
+	if b := c.RuntimeConfig.Bandwidth; b != nil {
+		req.SendLimited = b.EgressRate > 0
 	}
 	switch {
 	case len(c.RuntimeConfig.IPs) > 0:

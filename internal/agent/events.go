@@ -246,7 +246,7 @@ func (a *Agent) podOnDevice(ifindex int) string {
 	a.eps.mu.Lock()
 	defer a.eps.mu.Unlock()
 	for _, st := range a.eps.m {
-		if st.ep.HostIfindex == ifindex {
+		if _, device := st.ep.Device(); device == ifindex {
 			return table.Key(st.ep.Namespace, st.ep.Pod)
 		}
 	}

@@ -21,7 +21,8 @@ func (a *Agent) syncFiltered(ctx context.Context) {
 	w := &a.world
 	want := make(map[int]localEndpoint)
 	for _, ep := range w.local.byAddr {
-		if w.qdiscs[ep.HostIfindex].In != "" {
+		// With a device over it from the beginning it passes them anyway.
+		if ep.Over == "" && w.qdiscs[ep.HostIfindex].In != "" {
 			want[ep.HostIfindex] = ep
 		}
 	}

@@ -118,16 +118,18 @@ func (p *peers) compilePeers(in peerInput, deltas bool) compiledPeers {
 		if !ok && deltas {
 			peer, _ = p.addrs.Desired(k)
 		}
+		_, device := ep.Device()
 		v := maps.Endpoint{
 			Id:        ep.ID,
-			Ifindex:   uint32(ep.HostIfindex),
+			Ifindex:   uint32(device),
 			PolicyIn:  tables.In,
 			PolicyOut: tables.Out,
 			Identity:  peer.Identity,
 			Slot:      p.slot(k),
 		}
 		copy(v.Mac[:], ep.MAC)
-		if in.qdiscs[ep.HostIfindex].Out != "" {
+		// What is over the veth has no peer to redirect to.
+		if ep.Over != "" || in.qdiscs[ep.HostIfindex].Out != "" {
 			v.Flags |= maps.EndpointQdisc
 		}
 		c.endpoints[k] = v

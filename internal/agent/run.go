@@ -69,6 +69,7 @@ type Config struct {
 	MaglevSize    uint32               // of every table, a prime; 0 = by the number of backends
 	EventsPerSec  uint32               // about drops, per CPU; 0 = none
 	Mark          uint32
+	Clsact        bool // programs are filters, as on kernels without tcx
 	Version       string
 	Settled       func() // called when all objects have been applied once; nil = nobody is
 	Log           *slog.Logger
@@ -195,7 +196,7 @@ func Run(ctx context.Context, cfg Config) (err error) {
 		NodePortMin: cfg.NodePorts.Min, NodePortMax: cfg.NodePorts.Max,
 		EventsPerSec: cfg.EventsPerSec, NoEvents: cfg.EventsPerSec == 0,
 		NoMasquerade4: cfg.Masquerade.Off4, NoMasquerade6: cfg.Masquerade.Off6, Plain: len(cfg.Masquerade.Except) > 0,
-		SourcePorts: ports, SNAT: cfg.ExternalSNAT, DSR: cfg.ExternalDSR,
+		SourcePorts: ports, SNAT: cfg.ExternalSNAT, DSR: cfg.ExternalDSR, ForceClsact: cfg.Clsact,
 		Sysctls: cfg.Sysctls, Log: log,
 	})
 	if err != nil {

@@ -65,6 +65,12 @@ func (a *Agent) Status(ctx context.Context) (api.Status, error) {
 			if w.bypassed[ep.HostIfindex] != nil {
 				filters, bypassed = "", q.In
 			}
+			if ep.Over != "" {
+				s.Devices = append(s.Devices,
+					api.Device{Name: ep.Over, Ifindex: ep.OverIfindex, Role: "pod", MTU: ep.MTU, Addrs: ep.Addrs},
+					api.Device{Name: ep.HostIfName, Ifindex: ep.HostIfindex, Role: "wire", MTU: ep.MTU, Qdisc: q.Out, Filters: q.In})
+				continue
+			}
 			s.Devices = append(s.Devices, api.Device{
 				Name: ep.HostIfName, Ifindex: ep.HostIfindex, Role: "pod", MTU: ep.MTU, Addrs: ep.Addrs,
 				Qdisc: q.Out, Filters: filters, Bypassed: bypassed,
@@ -148,10 +154,11 @@ func (a *Agent) EndpointList() api.Endpoints {
 		for _, m := range ep.PortMappings {
 			ports = append(ports, m.String())
 		}
+		name, index := ep.Device()
 		out.Endpoints = append(out.Endpoints, api.Endpoint{
 			ID: ep.ID, Namespace: ep.Namespace, Pod: ep.Pod, UID: ep.UID,
 			ContainerID: ep.ContainerID, IfName: ep.IfName,
-			HostIfName: ep.HostIfName, HostIfindex: ep.HostIfindex,
+			HostIfName: name, HostIfindex: index,
 			Addrs: ep.Addrs, MAC: ep.MAC.String(), HostPorts: ports,
 		})
 	}

@@ -131,7 +131,8 @@ type Node struct {
 type Device struct {
 	Name    string `json:"name"`
 	Ifindex int    `json:"ifindex"`
-	// Role is "pod", "netdev", "overlay" or "reassembly".
+	// Role is "pod", "netdev", "overlay" or "reassembly", or "wire": a pod's veth
+	// whose part has the device over it.
 	Role  string       `json:"role"`
 	MTU   int          `json:"mtu"`
 	Addrs []netip.Addr `json:"addrs,omitempty"`

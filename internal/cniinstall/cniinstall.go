@@ -28,7 +28,7 @@ func DefaultConf() []byte {
   "cniVersions": ["1.0.0", "1.1.0"],
   "name": "podweir",
   "plugins": [
-    {"type": "podweir-cni", "capabilities": {"ips": true, "portMappings": true}}
+    {"type": "podweir-cni", "capabilities": {"ips": true, "portMappings": true, "bandwidth": true}}
   ]
 }
 `)

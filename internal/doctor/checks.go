@@ -42,6 +42,8 @@ func wanted(d api.Device) []string {
 	switch {
 	case d.Name == node.Loopback:
 		return []string{"to_lo"}
+	case d.Role == "wire":
+		return []string{"from_pod_wire"}
 	case d.Role == "pod" && d.Filters != "":
 		return []string{"from_pod_judge", "to_pod"}
 	case d.Role == "pod" && d.Bypassed != "":
@@ -126,7 +128,7 @@ func checkSysctls(_ context.Context, f Facts) (out []Finding) {
 		if node.IsCover(name) {
 			routed(name) // routes are looked up as from there, see internal/node
 		}
-		pod := node.IsHostVeth(name)
+		pod := node.IsPodDevice(name)
 		if !pod && name != node.OverlayName {
 			continue
 		}

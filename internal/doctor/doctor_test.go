@@ -145,6 +145,10 @@ func TestChecks(t *testing.T) {
 		}, []string{"warn agent|Service default/web|bad"}},
 		{"no maps", func(_ *fakeHost, f *Facts) { f.Maps = errors.New("no maps") }, []string{"fail maps|no maps"}},
 		{"a program", func(h *fakeHost, _ *Facts) { h.programs[9] = []string{"to_pod"} }, []string{"fail programs|Device " + veth + "|from_pod"}},
+		{"a wire's program", func(h *fakeHost, f *Facts) {
+			f.Status.Devices = append(f.Status.Devices, api.Device{Name: "pwcccccccccc1", Ifindex: 10, Role: "wire", Filters: "filters"})
+			h.programs[10] = nil
+		}, []string{"fail programs|Device pwcccccccccc1|from_pod_wire"}},
 		{"loopback's", func(h *fakeHost, _ *Facts) { delete(h.programs, 1) }, []string{"fail programs|Device lo|to_lo"}},
 		{"a program, without the agent", func(h *fakeHost, f *Facts) {
 			h.programs[2] = []string{"from_netdev"}

@@ -129,6 +129,9 @@ func (m *Manager) register(req Request, hostIf string) (*entry, error) {
 		HostIfName: hostIf, MTU: m.cfg.MTU(),
 		PortMappings: sortedMappings(req.PortMappings),
 	}
+	if m.needsOver(req) {
+		ep.Over = OverName(hostIf)
+	}
 	ep.MTU6 = m.mtu6(ep.MTU)
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -213,9 +216,14 @@ func (m *Manager) create(ctx context.Context, t *trail, now *turn, e *entry, pod
 	if err != nil {
 		return ep, err
 	}
+	if ep.Over != "" {
+		if err := createOver(host, &ep); err != nil {
+			return ep, errorf(CodeInternal, "what %s sends is to be limited: %w", ep, err)
+		}
+	}
 	m.change(func() { e.rec.Endpoint = ep })
 	t.step("created")
-	if _, err := m.setSysctls(ep.HostIfName, hostSysctls()); err != nil {
+	if _, err := m.setHostSysctls(ep); err != nil {
 		return ep, err
 	}
 	t.step("host settings")
@@ -223,8 +231,8 @@ func (m *Manager) create(ctx context.Context, t *trail, now *turn, e *entry, pod
 		return ep, errorf(CodeInternal, "in the pod: %w", err)
 	}
 	t.step("pod settings")
-	if err := m.cfg.Datapath.AttachPod(ctx, ep.HostIfindex, ep.HostIfName); err != nil {
-		return ep, errorf(CodeInternal, "attach the datapath to %s: %w", ep.HostIfName, err)
+	if err := m.attach(ctx, ep); err != nil {
+		return ep, errorf(CodeInternal, "%w", err)
 	}
 	m.change(func() { e.attached = true })
 	t.step("attached")
@@ -249,6 +257,11 @@ func (m *Manager) create(ctx context.Context, t *trail, now *turn, e *entry, pod
 	now.leave()
 	if err := awaitUp(ctx, m.host, host, ep.HostIfName); err != nil {
 		return ep, err
+	}
+	if ep.Over != "" {
+		if err := awaitUp(ctx, m.host, host, ep.Over); err != nil {
+			return ep, err
+		}
 	}
 	if err := awaitUp(ctx, pod.ns, pod.h, ep.IfName); err != nil {
 		return ep, errorf(CodeInternal, "in the pod: %w", err)

@@ -63,7 +63,7 @@ func (m *Manager) differences(ctx context.Context, ep Endpoint, req Request) ([]
 		return nil, err
 	}
 	diffs = append(diffs, host...)
-	settings, err := m.sysctlDifferences(ep.HostIfName, hostSysctls())
+	settings, err := m.hostSysctlDifferences(ep)
 	if err != nil {
 		return nil, err
 	}
@@ -83,7 +83,7 @@ func (m *Manager) differences(ctx context.Context, ep Endpoint, req Request) ([]
 	}
 	diffs = append(diffs, inPod...)
 	if prober, ok := m.cfg.Datapath.(Prober); ok {
-		if err := prober.Attached(ctx, ep.HostIfindex); err != nil {
+		if err := m.attached(ctx, prober, ep); err != nil {
 			diffs = append(diffs, fmt.Sprintf("programs on %s: %v", ep.HostIfName, err))
 		}
 	}

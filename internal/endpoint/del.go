@@ -123,6 +123,9 @@ func (m *Manager) remove(ctx context.Context, t *trail, e *entry) error {
 	if err := m.removeLink(ctx, t, ep.HostIfName, ep.HostIfindex, ep.HostMAC); err != nil {
 		return err
 	}
+	if err := m.detachOver(ctx, ep); err != nil {
+		return err
+	}
 	t.step("unlinked")
 	if err := m.cfg.Regenerator.Down(ctx, ep); err != nil {
 		return fmt.Errorf("remove %s from the maps: %w", ep, err)
@@ -166,6 +169,11 @@ func (m *Manager) removeLink(ctx context.Context, t *trail, name string, ifindex
 		case link == nil && other.Type() == "veth" && len(mac) > 0 && bytes.Equal(other.Attrs().HardwareAddr, mac):
 			link = other
 		}
+	}
+	if over, err := linkByName(h, OverName(name)); err != nil {
+		return err
+	} else if over != nil {
+		indexes[over.Attrs().Index] = true
 	}
 	if link != nil {
 		indexes[link.Attrs().Index] = true

@@ -53,17 +53,21 @@ type Regenerator interface {
 
 // Endpoint is one interface of one pod on this node.
 type Endpoint struct {
-	ID          uint32           `json:"id"` // of this node; never 0
-	ContainerID string           `json:"containerID"`
-	IfName      string           `json:"ifName"`            // in the pod
-	Netns       string           `json:"netns"`             // path as the runtime gave it
-	Network     string           `json:"network,omitempty"` // name of the CNI network
-	Namespace   string           `json:"namespace,omitempty"`
-	Pod         string           `json:"pod,omitempty"`
-	UID         string           `json:"uid,omitempty"`
-	Addrs       []netip.Addr     `json:"addrs"` // IPv4 before IPv6
-	HostIfName  string           `json:"hostIfName"`
-	HostIfindex int              `json:"hostIfindex"`
+	ID          uint32       `json:"id"` // of this node; never 0
+	ContainerID string       `json:"containerID"`
+	IfName      string       `json:"ifName"`            // in the pod
+	Netns       string       `json:"netns"`             // path as the runtime gave it
+	Network     string       `json:"network,omitempty"` // name of the CNI network
+	Namespace   string       `json:"namespace,omitempty"`
+	Pod         string       `json:"pod,omitempty"`
+	UID         string       `json:"uid,omitempty"`
+	Addrs       []netip.Addr `json:"addrs"` // IPv4 before IPv6
+	HostIfName  string       `json:"hostIfName"`
+	HostIfindex int          `json:"hostIfindex"`
+	// Over is the device over the host's half, which has the place that the half
+	// has in other endpoints; see [Wirer]. Empty = there is none.
+	Over        string           `json:"over,omitempty"`
+	OverIfindex int              `json:"overIfindex,omitempty"`
 	MAC         net.HardwareAddr `json:"-"` // of the pod's half
 	HostMAC     net.HardwareAddr `json:"-"`
 	MTU         int              `json:"mtu"`
@@ -170,6 +174,9 @@ type Request struct {
 	MTU int `json:"mtu,omitempty"`
 	// PortMappings are wanted by Add and compared by Check, unless nil.
 	PortMappings []PortMapping `json:"portMappings,omitzero"`
+	// SendLimited tells Add that another plugin will limit what the pod sends, by
+	// a qdisc at the ingress of the host's half.
+	SendLimited bool `json:"sendLimited,omitempty"`
 }
 
 // MTUNotTold is the [Request.MTU] of a result without one: those of versions before 1.0, or from older plugins.

@@ -37,14 +37,18 @@ func hostDifferences(h *netlink.Handle, ep Endpoint) ([]string, error) {
 		return []string{fmt.Sprintf("interface %s was re-created: its index is %d, not %d", ep.HostIfName, got, ep.HostIfindex)}, nil
 	}
 	diffs := linkDifferences(link, ep.HostIfName, ep.HostMAC, ep.MTU, 0)
-	addrs, err := dump(func() ([]netlink.Addr, error) { return h.AddrList(link, netlink.FAMILY_ALL) })
+	addrs, err := addrDifferences(h, link)
 	if err != nil {
-		return nil, fmt.Errorf("list addresses of %s: %w", ep.HostIfName, err)
+		return nil, err
 	}
-	for _, a := range addrs {
-		diffs = append(diffs, fmt.Sprintf("interface %s has address %s, should have none", ep.HostIfName, a.IPNet))
+	diffs = append(diffs, addrs...)
+	over, err := overDifferences(h, ep)
+	if err != nil {
+		return nil, err
 	}
-	neighs, err := neighDifferences(h, ep.HostIfName, hostNeighs(ep))
+	diffs = append(diffs, over...)
+	device, _ := ep.Device()
+	neighs, err := neighDifferences(h, device, hostNeighs(ep))
 	if err != nil {
 		return nil, err
 	}
@@ -54,7 +58,21 @@ func hostDifferences(h *netlink.Handle, ep Endpoint) ([]string, error) {
 		if err == nil && len(got) == 1 && got[0].LinkIndex == r.LinkIndex && got[0].Dst != nil && prefixOf(got[0].Dst) == prefixOf(r.Dst) {
 			continue
 		}
-		diffs = append(diffs, fmt.Sprintf("the host has no route to %s over %s", r.Dst.IP, ep.HostIfName))
+		diffs = append(diffs, fmt.Sprintf("the host has no route to %s over %s", r.Dst.IP, device))
+	}
+	return diffs, nil
+}
+
+// addrDifferences names the addresses of a device of the host, which should
+// have none.
+func addrDifferences(h *netlink.Handle, link netlink.Link) (diffs []string, err error) {
+	name := link.Attrs().Name
+	addrs, err := dump(func() ([]netlink.Addr, error) { return h.AddrList(link, netlink.FAMILY_ALL) })
+	if err != nil {
+		return nil, fmt.Errorf("list addresses of %s: %w", name, err)
+	}
+	for _, a := range addrs {
+		diffs = append(diffs, fmt.Sprintf("interface %s has address %s, should have none", name, a.IPNet))
 	}
 	return diffs, nil
 }

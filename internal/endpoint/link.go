@@ -203,16 +203,18 @@ func podNeighs(ep Endpoint, index int) []netlink.Neigh {
 
 func hostRoutes(ep Endpoint) []netlink.Route {
 	var out []netlink.Route
+	_, index := ep.Device()
 	for _, a := range ep.Addrs {
-		out = append(out, netlink.Route{LinkIndex: ep.HostIfindex, Dst: ipNet(single(a)), Scope: netlink.SCOPE_LINK, Family: family(a)})
+		out = append(out, netlink.Route{LinkIndex: index, Dst: ipNet(single(a)), Scope: netlink.SCOPE_LINK, Family: family(a)})
 	}
 	return out
 }
 
 func hostNeighs(ep Endpoint) []netlink.Neigh {
 	var out []netlink.Neigh
+	_, index := ep.Device()
 	for _, a := range ep.Addrs {
-		out = append(out, permanent(a, ep.MAC, ep.HostIfindex))
+		out = append(out, permanent(a, ep.MAC, index))
 	}
 	return out
 }
@@ -285,11 +287,15 @@ func configureHost(h *netlink.Handle, ep Endpoint, link netlink.Link) error {
 	if err := h.LinkSetUp(link); err != nil {
 		return fmt.Errorf("set %s up: %w", ep.HostIfName, err)
 	}
+	if err := configureOver(h, ep); err != nil {
+		return err
+	}
+	name, _ := ep.Device()
 	if err := applyNeighs(h, hostNeighs(ep)); err != nil {
-		return fmt.Errorf("on %s: %w", ep.HostIfName, err)
+		return fmt.Errorf("on %s: %w", name, err)
 	}
 	if err := applyRoutes(h, hostRoutes(ep)); err != nil {
-		return fmt.Errorf("on %s: %w", ep.HostIfName, err)
+		return fmt.Errorf("on %s: %w", name, err)
 	}
 	return nil
 }

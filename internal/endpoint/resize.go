@@ -62,6 +62,9 @@ func (m *Manager) resize(h *netlink.Handle, e *entry, host netlink.Link) ([]stri
 	}
 	was := ep.MTU
 	ep.MTU = mtu
+	if err := configureOver(h, ep); err != nil {
+		return nil, err
+	}
 	if mtu6 != ep.MTU6 {
 		ep.MTU6 = mtu6
 		if err := resizeRoutes(pod.h, ep, inPod.Attrs().Index, has); err != nil {

@@ -64,9 +64,9 @@ func (m *Manager) findOrphans() error {
 		if link.Type() != "veth" || !ours.MatchString(name) || m.byHostIf(name) != nil {
 			continue
 		}
-		routes, err := dump(func() ([]netlink.Route, error) { return h.RouteList(link, netlink.FAMILY_ALL) })
+		routes, err := routesTo(h, link)
 		if err != nil {
-			return fmt.Errorf("list routes of %s: %w", name, err)
+			return err
 		}
 		var addrs []netip.Addr
 		for _, r := range routes {
@@ -80,6 +80,22 @@ func (m *Manager) findOrphans() error {
 		m.setup = append(m.setup, err)
 	}
 	return nil
+}
+
+// routesTo are the host's routes to the pod behind the host's half of a veth.
+func routesTo(h *netlink.Handle, link netlink.Link) ([]netlink.Route, error) {
+	over, err := linkByName(h, OverName(link.Attrs().Name))
+	if err != nil {
+		return nil, err
+	}
+	if over != nil {
+		link = over
+	}
+	routes, err := dump(func() ([]netlink.Route, error) { return h.RouteList(link, netlink.FAMILY_ALL) })
+	if err != nil {
+		return nil, fmt.Errorf("list routes of %s: %w", link.Attrs().Name, err)
+	}
+	return routes, nil
 }
 
 func orphanOwner(name string) string { return "interface " + name + ", whose state is lost" }
@@ -309,12 +325,16 @@ func (m *Manager) mend(ctx context.Context, h *netlink.Handle, e *entry, restart
 	if link == nil || link.Attrs().Index != ep.HostIfindex {
 		return nil, fmt.Errorf("%s: interface %s is gone: the pod has no network until it is re-created", ep, ep.HostIfName)
 	}
-	var mended []string
+	mended, err := m.mendOver(h, e)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", ep, err)
+	}
+	ep = m.endpointOf(e)
 	prober, canProbe := m.cfg.Datapath.(Prober)
-	if restart || !m.copyOf(e).attached || canProbe && prober.Attached(ctx, ep.HostIfindex) != nil {
-		if err := m.cfg.Datapath.AttachPod(ctx, ep.HostIfindex, ep.HostIfName); err != nil {
-			err = fmt.Errorf("%s: attach the datapath to %s: %w", ep, ep.HostIfName, err)
-			if !canProbe || prober.Attached(ctx, ep.HostIfindex) != nil {
+	if restart || !m.copyOf(e).attached || canProbe && m.attached(ctx, prober, ep) != nil {
+		if err := m.attach(ctx, ep); err != nil {
+			err = fmt.Errorf("%s: %w", ep, err)
+			if !canProbe || m.attached(ctx, prober, ep) != nil {
 				m.change(func() { e.attached = false })
 				err = errors.Join(err, h.LinkSetDown(link))
 			}
@@ -341,7 +361,7 @@ func (m *Manager) mend(ctx context.Context, h *netlink.Handle, e *entry, restart
 		return mended, fmt.Errorf("%s: %w", ep, err)
 	}
 	ep = m.endpointOf(e)
-	changed, err := m.setSysctls(ep.HostIfName, hostSysctls())
+	changed, err := m.setHostSysctls(ep)
 	mended = append(mended, changed...)
 	if err != nil {
 		return mended, fmt.Errorf("%s: %w", ep, err)

@@ -18,12 +18,14 @@ import (
 type hook struct {
 	program string
 	egress  bool
+	xdp     bool // generic, before all others
 }
 
 var (
 	hookFromPod     = hook{program: "from_pod"}
 	hookJudgePod    = hook{program: "from_pod_judge"} // in place of from_pod, see FilterPod
 	hookSendPod     = hook{program: "from_pod_send"}
+	hookWire        = hook{program: "from_pod_wire", xdp: true}
 	hookToPod       = hook{program: "to_pod", egress: true}
 	hookFromNetdev  = hook{program: "from_netdev"}
 	hookFromOverlay = hook{program: "from_overlay"}
@@ -34,7 +36,7 @@ var (
 )
 
 func allHooks() []hook {
-	return []hook{hookFromPod, hookJudgePod, hookSendPod, hookToPod, hookFromNetdev, hookToNetdev, hookFromOverlay, hookToOverlay, hookToLo, hookFromFrag}
+	return []hook{hookFromPod, hookJudgePod, hookSendPod, hookWire, hookToPod, hookFromNetdev, hookToNetdev, hookFromOverlay, hookToOverlay, hookToLo, hookFromFrag}
 }
 
 func hookByName(program string) (hook, bool) {
@@ -138,21 +140,10 @@ func (d *Datapath) attachOne(key hookKey, name string) error {
 		d.forget(a)
 	}
 	a := &attachment{key: key, device: name}
-	if d.clsact {
+	if d.clsact && !key.hook.xdp {
 		return d.attachFilter(a)
 	}
-	attach := ebpf.AttachTCXIngress
-	if key.hook.egress {
-		attach = ebpf.AttachTCXEgress
-	}
-	l, err := link.AttachTCX(link.TCXOptions{
-		Interface: key.ifindex, Program: d.program(key.hook), Attach: attach, Anchor: link.Head(),
-	})
-	if errors.Is(err, ebpf.ErrNotSupported) {
-		d.log.Info("no tcx in this kernel, using clsact")
-		d.clsact = true
-		return d.attachFilter(a)
-	}
+	l, err := d.attachLink(key)
 	if err != nil {
 		return fmt.Errorf("attach %v: %w", a, err)
 	}
@@ -166,6 +157,21 @@ func (d *Datapath) attachOne(key hookKey, name string) error {
 	a.link = l
 	d.attached[key] = a
 	return nil
+}
+
+func (d *Datapath) attachLink(key hookKey) (link.Link, error) {
+	if key.hook.xdp {
+		return link.AttachXDP(link.XDPOptions{
+			Interface: key.ifindex, Program: d.program(key.hook), Flags: link.XDPGenericMode,
+		})
+	}
+	attach := ebpf.AttachTCXIngress
+	if key.hook.egress {
+		attach = ebpf.AttachTCXEgress
+	}
+	return link.AttachTCX(link.TCXOptions{
+		Interface: key.ifindex, Program: d.program(key.hook), Attach: attach, Anchor: link.Head(),
+	})
 }
 
 func (d *Datapath) attachFilter(a *attachment) error {
@@ -241,8 +247,9 @@ func (d *Datapath) alive(a *attachment) (bool, error) {
 	if err != nil {
 		return false, fmt.Errorf("inspect %v: %w", a, err)
 	}
-	tcx := info.TCX()
-	if tcx == nil || int(tcx.Ifindex) != a.key.ifindex {
+	tcx, xdp := info.TCX(), info.XDP()
+	there := tcx != nil && int(tcx.Ifindex) == a.key.ifindex || xdp != nil && int(xdp.Ifindex) == a.key.ifindex
+	if !there {
 		return false, nil
 	}
 	pin := a.key.pin(d.cfg.BPFFS)
@@ -366,6 +373,8 @@ func (d *Datapath) program(h hook) *ebpf.Program {
 		return d.objs.FromPodJudge
 	case hookSendPod:
 		return d.objs.FromPodSend
+	case hookWire:
+		return d.objs.FromPodWire
 	case hookToPod:
 		return d.objs.ToPod
 	case hookFromNetdev:

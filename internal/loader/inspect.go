@@ -41,6 +41,15 @@ func Programs(ifindex int) (names []string, err error) {
 	return names, nil
 }
 
+// xdpOn is the generic XDP program of a device, if there is one.
+func xdpOn(ifindex int) []ebpf.ProgramID {
+	dev, err := netlink.LinkByIndex(ifindex)
+	if err != nil || dev.Attrs().Xdp == nil || !dev.Attrs().Xdp.Attached {
+		return nil
+	}
+	return []ebpf.ProgramID{ebpf.ProgramID(dev.Attrs().Xdp.ProgId)}
+}
+
 func programsOn(ifindex int, egress bool) (ids []ebpf.ProgramID, err error) {
 	attach, key := ebpf.AttachTCXIngress, hookKey{ifindex, hook{}}
 	if egress {
@@ -59,8 +68,12 @@ func programsOn(ifindex int, egress bool) (ids []ebpf.ProgramID, err error) {
 		for _, p := range r.Programs {
 			ids = append(ids, p.ID)
 		}
-	case !errors.Is(err, ebpf.ErrNotSupported):
+	// A kernel without tcx does not know what it is asked for.
+	case !errors.Is(err, ebpf.ErrNotSupported) && !errors.Is(err, unix.EINVAL):
 		return nil, fmt.Errorf("list programs: %w", err)
+	}
+	if !egress {
+		ids = append(ids, xdpOn(ifindex)...)
 	}
 	dev := &netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Index: ifindex}}
 	filters, err := netlink.FilterList(dev, filterParent(key))

@@ -115,6 +115,7 @@ func Load(ctx context.Context, cfg Config) (*Datapath, error) {
 		return nil, fmt.Errorf("load datapath into the kernel: %w", verifierDetail(err))
 	}
 	d.set = maps.NewSet(&d.objs.DpMaps)
+	d.clsact = d.clsact || !d.haveTCX()
 	if err := d.pinCalls(d.objs.PwCalls); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}

@@ -28,7 +28,7 @@ func TestCovers(t *testing.T) {
 
 	c, err := m.MakeCover(index, pod)
 	do(err)
-	if c.Name != name || c.Veth != index || c.Index == foreign || CoverName(pod) != name || !IsCover(name) || IsHostVeth(name) {
+	if c.Name != name || c.Veth != index || c.Index == foreign || CoverName(pod) != name || !IsCover(name) || IsHostVeth(name) || IsPodDevice(name) || IsCover("pws"+pod[2:]) || !IsPodDevice("pws"+pod[2:]) || !IsPodDevice(pod) {
 		t.Fatalf("made %+v", c)
 	}
 	again, err := m.MakeCover(index, pod)

@@ -37,6 +37,13 @@ var hostVeth = regexp.MustCompile(`^pw[0-9a-f]{11}$`)
 // IsHostVeth tells the host side of a pod's interface from other devices.
 func IsHostVeth(name string) bool { return hostVeth.MatchString(name) }
 
+// overVeth are those of devices over such veths that are the pod's then.
+var overVeth = regexp.MustCompile(`^pws[0-9a-f]{11}$`)
+
+// IsPodDevice tells devices of pods, which endpoints make, from others: veths
+// and what may be over them from the beginning.
+func IsPodDevice(name string) bool { return IsHostVeth(name) || overVeth.MatchString(name) }
+
 // Manager reads and writes the node's network stack.
 type Manager struct {
 	log   *slog.Logger
@@ -109,7 +116,7 @@ func (m *Manager) Devices() ([]Device, error) {
 	var out []*Device
 	for _, l := range links {
 		a := l.Attrs()
-		if IsHostVeth(a.Name) || IsCover(a.Name) {
+		if IsPodDevice(a.Name) || IsCover(a.Name) {
 			continue
 		}
 		d := &Device{Index: a.Index, Name: a.Name, MTU: a.MTU, Up: a.RawFlags&unix.IFF_UP != 0}
@@ -221,7 +228,7 @@ func Outside(devices []Device, nodeAddrs []netip.Addr) []Device {
 	}
 	var out []Device
 	for _, d := range devices {
-		if d.Name == Loopback || d.Name == OverlayName || d.Name == FragName || IsHostVeth(d.Name) {
+		if d.Name == Loopback || d.Name == OverlayName || d.Name == FragName || IsPodDevice(d.Name) {
 			continue
 		}
 		take := d.Default

@@ -120,7 +120,7 @@ func (m *Manager) ownRoutes(family int) ([]netlink.Route, error) {
 		return nil, fmt.Errorf("list devices: %w", err)
 	}
 	for _, l := range links {
-		veth[l.Attrs().Index] = IsHostVeth(l.Attrs().Name)
+		veth[l.Attrs().Index] = IsPodDevice(l.Attrs().Name)
 	}
 	out := list[:0]
 	for _, r := range list {

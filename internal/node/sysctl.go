@@ -155,7 +155,7 @@ func (m *Manager) SyncSysctls(outside []Device) error {
 	}
 	for _, l := range links {
 		name := l.Attrs().Name
-		if name != OverlayName && !IsHostVeth(name) {
+		if name != OverlayName && !IsPodDevice(name) {
 			continue
 		}
 		conf := "net/ipv4/conf/" + name

@@ -19,7 +19,7 @@ func (m *Manager) WorldRoutes() (uint64, error) {
 	ours := make(map[int]bool)
 	for _, l := range links {
 		name := l.Attrs().Name
-		ours[l.Attrs().Index] = IsHostVeth(name) || name == OverlayName || name == FragName
+		ours[l.Attrs().Index] = IsPodDevice(name) || name == OverlayName || name == FragName
 	}
 	// The order of the kernel's lists says nothing: the hashes are added.
 	var sum uint64

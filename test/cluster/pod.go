@@ -29,6 +29,7 @@ type Pod struct {
 	Addrs              []netip.Addr     // as CNI ADD answered
 	Result             *types100.Result // of CNI ADD
 	PortMappings       []PortMapping    // asked for by the "portMappings" capability
+	Bandwidth          map[string]any   // by that of this name
 }
 
 // PortMapping is a host port as container runtimes ask for it.
@@ -194,6 +195,9 @@ func (p *Pod) runtimeConf(ips []string) *libcni.RuntimeConf {
 	if len(p.PortMappings) > 0 {
 		rc.CapabilityArgs["portMappings"] = p.PortMappings
 	}
+	if len(p.Bandwidth) > 0 {
+		rc.CapabilityArgs["bandwidth"] = p.Bandwidth
+	}
 	return rc
 }
 
@@ -206,7 +210,7 @@ func (p *Pod) network() *libcni.NetworkConfigList {
 			"type":         "podweir-cni",
 			"socket":       p.Node.Socket(),
 			"stateDir":     p.Node.StateDir(),
-			"capabilities": map[string]bool{"ips": true, "portMappings": true},
+			"capabilities": map[string]bool{"ips": true, "portMappings": true, "bandwidth": true},
 		}},
 	})
 	if err != nil { // strings only

@@ -14,7 +14,9 @@ import (
 
 // modules is what the datapath needs of a kernel and Debian builds as
 // modules; what they depend on comes with them. Built in elsewhere: no error.
-var modules = []string{"veth", "vxlan", "sch_ingress", "cls_bpf"}
+var modules = []string{"veth", "vxlan", "sch_ingress", "cls_bpf",
+	// what limits what a pod sends, and what is over its device then
+	"macvlan", "ifb", "sch_tbf", "cls_u32", "act_mirred"}
 
 // archive writes a cpio archive in the "newc" format (the kernel's
 // Documentation/driver-api/early-userspace/buffer-format.rst).

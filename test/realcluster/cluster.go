@@ -291,7 +291,7 @@ func (c Config) install(ctx context.Context, label string, chained ...string) er
 		return err
 	}
 	// The plugin tells how long it takes.
-	plugins := append([]string{`{"type": "podweir-cni", "capabilities": {"ips": true, "portMappings": true}, "logLevel": "info"}`}, chained...)
+	plugins := append([]string{`{"type": "podweir-cni", "capabilities": {"ips": true, "portMappings": true, "bandwidth": true}, "logLevel": "info"}`}, chained...)
 	err = errors.Join(
 		os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(`apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization

@@ -129,9 +129,11 @@ func onThread(f func() error) error {
 
 // Fakes is a datapath and a regenerator that record what is asked of them.
 type Fakes struct {
-	// Hook, if set, is called for each call with its name ("attach",
+	// Hook, if set, is called for each call with its name ("wire", "attach",
 	// "detach", "up", "down", "attached"); its error is the call's.
 	Hook func(ctx context.Context, call string, ep endpoint.Endpoint) error
+	// Clsact: programs take the place of an ingress qdisc.
+	Clsact bool
 
 	mu       sync.Mutex
 	calls    []string
@@ -160,6 +162,15 @@ func (f *Fakes) call(ctx context.Context, name string, ep endpoint.Endpoint, cha
 func (f *Fakes) AttachPod(ctx context.Context, ifindex int, name string) error {
 	ep := endpoint.Endpoint{HostIfindex: ifindex, HostIfName: name}
 	return f.call(ctx, "attach", ep, func() { f.attached[ifindex] = true })
+}
+
+// TakesIngress implements [endpoint.Wirer].
+func (f *Fakes) TakesIngress() bool { return f.Clsact }
+
+// AttachWire implements [endpoint.Wirer].
+func (f *Fakes) AttachWire(ctx context.Context, ifindex int, name string) error {
+	ep := endpoint.Endpoint{HostIfindex: ifindex, HostIfName: name}
+	return f.call(ctx, "wire", ep, func() { f.attached[ifindex] = true })
 }
 
 // Detach implements [endpoint.Datapath].

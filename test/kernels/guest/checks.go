@@ -39,6 +39,9 @@ func (c *checks) all(ctx context.Context, cgroup string) {
 			c.do("tunnel-by-header-again", func() error { return each(func(v6 bool) error { return w.checkTunnel(v6, true) }) })
 		}
 	}
+	if c.do("limited", func() error { return w.limit(ctx) }) {
+		c.do("local-limited", func() error { return each(w.checkLimited) })
+	}
 	c.do("replaced", func() error { return w.checkReplaced(ctx) })
 	if c.do("offload-off", w.offloadOff) {
 		c.do("checksums", func() error {

@@ -160,7 +160,11 @@ func (w *world) remove(ctx context.Context) error {
 			return fmt.Errorf("%v still has programs %v", h, ids)
 		}
 	}
-	for _, s := range []*space{w.client.space, w.local.space, w.remote.space, w.a.space, w.b.space} {
+	spaces := []*space{w.client.space, w.local.space, w.remote.space}
+	if w.limited != nil {
+		spaces = append(spaces, w.limited.space)
+	}
+	for _, s := range append(spaces, w.a.space, w.b.space) {
 		if err := s.close(); err != nil {
 			return err
 		}

@@ -27,11 +27,12 @@ const (
 
 // world is two nodes: a with two pods, b with one.
 type world struct {
-	kernel kernel
-	a, b   *node
-	client *pod // on a
-	local  *pod // on a
-	remote *pod // on b
+	kernel  kernel
+	a, b    *node
+	client  *pod // on a
+	local   *pod // on a
+	remote  *pod // on b
+	limited *pod // on a, see limit
 }
 
 // node is a network namespace with a device towards the other node, a tunnel
