@@ -111,6 +111,7 @@ test-chart: ## renders the Helm chart and the kustomize base and compares them
 test-cluster: ## tests what runs on the cluster that make cluster brought up; CLUSTER_TESTS='-run Policy'
 	@go vet -tags realcluster ./test/realcluster/...
 	@go build -o bin/pw-cluster ./test/realcluster/pw-cluster
+	@tools/older-image.sh bin/older/podweir-image.tar podweir:older
 	@go test -tags realcluster -count=1 -timeout 30m -parallel 64 -v -exec '$(CURDIR)/bin/pw-cluster outside' $(CLUSTER_TESTS) ./test/realcluster/e2e
 
 .PHONY: test-all

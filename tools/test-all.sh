@@ -45,7 +45,7 @@ trap 'exit 130' INT TERM HUP
 status=0
 make -s test | tee -a "$sums" || status=1
 # Before the rest, as it is long and worth to be seen.
-tools/deps.sh cluster && bin/pw-cluster build || status=1
+tools/deps.sh cluster && bin/pw-cluster build && tools/older-image.sh bin/older/podweir-image.tar podweir:older || status=1
 bin/testsum \
 	-check 'cluster with kube-proxy, nftables, and from there to podweir node by node=tools/test-all.sh peer kube-proxy-nftables bridge-vxlan node-by-node' \
 	-check 'cluster with kube-proxy, iptables, and from there to podweir as a whole=tools/test-all.sh peer kube-proxy-iptables bridge whole' \

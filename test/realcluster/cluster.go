@@ -79,7 +79,7 @@ func (c Config) bringUp(ctx context.Context) error {
 		"-n kube-system rollout status deployment/coredns --timeout=60s",
 	}
 	if c.podweir() {
-		if err := c.Install(ctx); err != nil {
+		if err := c.Install(ctx, Installation{}); err != nil {
 			return err
 		}
 		waits = append([]string{"-n kube-system rollout status daemonset/podweir --timeout=120s"}, waits...)
@@ -266,19 +266,29 @@ func (c Config) Kubectl(ctx context.Context, in io.Reader, out io.Writer, args .
 	return nil
 }
 
-// Install applies podweir as an overlay of deploy/base, as its users do. chained
-// are plugins, as JSON, that come after podweir's in the CNI configuration.
-func (c Config) Install(ctx context.Context, chained ...string) error {
-	return c.install(ctx, "", chained...)
+// Installation is how podweir is installed; the zero value is what the cluster
+// comes up with.
+type Installation struct {
+	Image    string   // of another version, which nodes have: see ImportOlder
+	Settings []string // lines of agent.yaml
+	Chained  []string // plugins, as JSON, that come after podweir's in the CNI configuration
+	Label    string   // of nodes; only those where its value is yes get podweir
 }
 
-// install is Install on nodes with a label (of value yes) alone.
-func (c Config) install(ctx context.Context, label string, chained ...string) error {
+// Install applies podweir as an overlay of deploy/base, as its users do.
+func (c Config) Install(ctx context.Context, in Installation) error {
+	if in.Image == "" {
+		in.Image = podweirImage
+	}
+	name, tag, ok := strings.Cut(in.Image, ":")
+	if !ok {
+		return fmt.Errorf("install podweir: its image %q has no tag", in.Image)
+	}
 	patches := ""
-	if label != "" {
+	if in.Label != "" {
 		patches = `patches:
   - target: {kind: DaemonSet, name: podweir}
-    patch: '[{"op": "add", "path": "/spec/template/spec/nodeSelector/` + label + `", "value": "yes"}]'
+    patch: '[{"op": "add", "path": "/spec/template/spec/nodeSelector/` + in.Label + `", "value": "yes"}]'
 `
 	}
 	dir := filepath.Join(c.State, "deploy")
@@ -291,12 +301,15 @@ func (c Config) install(ctx context.Context, label string, chained ...string) er
 		return err
 	}
 	// The plugin tells how long it takes.
-	plugins := append([]string{`{"type": "podweir-cni", "capabilities": {"ips": true, "portMappings": true, "bandwidth": true}, "logLevel": "info"}`}, chained...)
+	plugins := append([]string{`{"type": "podweir-cni", "capabilities": {"ips": true, "portMappings": true, "bandwidth": true}, "logLevel": "info"}`}, in.Chained...)
+	settings := append([]string{"apiserver: [" + apiserver + "]", "cgroup: /host/cgroup"}, in.Settings...)
 	err = errors.Join(
 		os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(`apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
 namespace: kube-system
 resources: [`+base+`]
+images:
+  - {name: podweir, newName: `+name+`, newTag: `+tag+`}
 configMapGenerator:
   - name: podweir
     behavior: merge
@@ -305,7 +318,7 @@ configMapGenerator:
 		os.WriteFile(filepath.Join(dir, "10-podweir.conflist"), []byte(`{"cniVersion": "1.0.0", "cniVersions": ["1.0.0", "1.1.0"], "name": "podweir", "plugins": [
   `+strings.Join(plugins, ",\n  ")+`]}
 `), 0o644),
-		os.WriteFile(filepath.Join(dir, "agent.yaml"), []byte("apiserver: ["+apiserver+"]\ncgroup: /host/cgroup\n"), 0o644))
+		os.WriteFile(filepath.Join(dir, "agent.yaml"), []byte(strings.Join(settings, "\n")+"\n"), 0o644))
 	if err != nil {
 		return err
 	}

@@ -199,5 +199,19 @@ func (c Config) PowerOn(ctx context.Context, node string) error {
 	return c.startNode(ctx, n, nil)
 }
 
+// ImportOlder has every node's runtime know OlderImage.
+func (c Config) ImportOlder(ctx context.Context) error {
+	archive := filepath.Join(c.Tree, "bin", "older", "podweir-image.tar")
+	if _, err := os.Stat(archive); err != nil {
+		return fmt.Errorf("the image of an older version is missing: tools/older-image.sh %s %s: %w", archive, OlderImage, err)
+	}
+	for _, n := range c.nodes() {
+		if err := n.importImage(ctx, archive); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // ToolPath is a program of the tree's bin.
 func (c Config) ToolPath(name string) string { return filepath.Join(c.Tree, "bin", name) }

@@ -129,7 +129,7 @@ func (m *migration) whole(ctx context.Context) error {
 			return c.each(func(n Node) error { return m.removePlugin(ctx, n) })
 		}},
 		{"podweir", func() error {
-			if err := c.Install(ctx); err != nil {
+			if err := c.Install(ctx, Installation{}); err != nil {
 				return err
 			}
 			if err := c.rollout(ctx, "daemonset/podweir"); err != nil {
@@ -157,7 +157,7 @@ func (m *migration) whole(ctx context.Context) error {
 // nodeByNode is the way "Node by node".
 func (m *migration) nodeByNode(ctx context.Context) error {
 	c := m.c
-	steps := []migrationStep{{"podweir, on no node yet", func() error { return c.install(ctx, nodeLabel) }}}
+	steps := []migrationStep{{"podweir, on no node yet", func() error { return c.Install(ctx, Installation{Label: nodeLabel}) }}}
 	for _, n := range c.nodes() {
 		steps = append(steps,
 			migrationStep{n.Name + " is drained", func() error {
@@ -193,7 +193,7 @@ func (m *migration) nodeByNode(ctx context.Context) error {
 			}})
 	}
 	steps = append(steps, migrationStep{"podweir without its node selector", func() error {
-		if err := c.Install(ctx); err != nil {
+		if err := c.Install(ctx, Installation{}); err != nil {
 			return err
 		}
 		if err := c.rollout(ctx, "daemonset/podweir"); err != nil {

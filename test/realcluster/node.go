@@ -170,7 +170,7 @@ func (c Config) startNode(ctx context.Context, n Node, images []string) error {
 		return err
 	}
 	for _, a := range images {
-		if err := n.run(ctx, "ctr", "-n", "k8s.io", "images", "import", a); err != nil {
+		if err := n.importImage(ctx, a); err != nil {
 			return err
 		}
 	}
@@ -183,6 +183,10 @@ func (c Config) startNode(ctx context.Context, n Node, images []string) error {
 		return nil
 	}
 	return c.startPlain(ctx, n)
+}
+
+func (n Node) importImage(ctx context.Context, archive string) error {
+	return n.run(ctx, "ctr", "-n", "k8s.io", "images", "import", archive)
 }
 
 func (c Config) startKubelet(n Node) error {

@@ -23,7 +23,13 @@ const (
 	pauseImage = "podweir-test/pause:1"
 	dnsImage   = "podweir-test/coredns:1"
 	toolsImage = "podweir-test/tools:1"
+
+	podweirImage = "podweir:dev"
 )
+
+// OlderImage is podweir of an older version, which tools/older-image.sh builds
+// for tests, and which nodes do not have by themselves.
+const OlderImage = "podweir:older"
 
 // Config says what to bring up.
 type Config struct {

@@ -15,6 +15,7 @@ import (
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/podweir/podweir/test/realcluster"
 	"github.com/podweir/podweir/test/tools/probe"
 )
 
@@ -26,7 +27,9 @@ func TestBandwidth(t *testing.T) {
 	w := newWorld(t)
 	n := w.nodes[0]
 	w.canLimit(n)
-	w.chain(`{"type": "tuning", "sysctl": {"net.core.somaxconn": "321"}}`, `{"type": "bandwidth", "capabilities": {"bandwidth": true}}`)
+	// Where NodePorts answer is no matter of limits, but one roll of the agents
+	// does for both.
+	w.installed([]string{"nodeport-addresses: [primary]"}, `{"type": "tuning", "sysctl": {"net.core.somaxconn": "321"}}`, `{"type": "bandwidth", "capabilities": {"bandwidth": true}}`)
 
 	app := map[string]string{"app": "limited"}
 	obj := pod("limited", n.name, app)
@@ -42,6 +45,7 @@ func TestBandwidth(t *testing.T) {
 		PolicyTypes: []networkingv1.PolicyType{networkingv1.PolicyTypeIngress, networkingv1.PolicyTypeEgress},
 		Ingress:     from(to...), Egress: []networkingv1.NetworkPolicyEgressRule{{To: to}},
 	})
+	w.step("PrimaryNodePorts", l.primaryNodePorts)
 	l.find()
 	if pid := w.pid(l.pod); pid != "" {
 		out, err := w.output(w.ctx, onNode(n), "nsenter", "-t", pid, "-n", "cat", "/proc/sys/net/core/somaxconn")
@@ -94,11 +98,12 @@ func (w *world) canLimit(n node) {
 	}
 }
 
-// chain puts plugins behind podweir's for the time of the test.
-func (w *world) chain(plugins ...string) {
+// installed has agents with these settings, and plugins behind podweir's, for the
+// time of the test.
+func (w *world) installed(settings []string, plugins ...string) {
 	w.Helper()
-	install := func(plugins ...string) error {
-		err := w.cluster.Install(background(w), plugins...)
+	install := func(in realcluster.Installation) error {
+		err := w.cluster.Install(background(w), in)
 		if err == nil {
 			_, err = w.kubectl("-n", system, "rollout", "status", "daemonset/podweir", "--timeout=240s")
 		}
@@ -118,7 +123,7 @@ func (w *world) chain(plugins ...string) {
 	was = configMap()
 	w.Cleanup(func() {
 		ours := configMap()
-		if err := install(); err != nil {
+		if err := install(realcluster.Installation{}); err != nil {
 			w.Errorf("the configuration of before: %v", err)
 			return
 		}
@@ -131,7 +136,7 @@ func (w *world) chain(plugins ...string) {
 			}
 		}
 	})
-	must(w, install(plugins...))
+	must(w, install(realcluster.Installation{Chained: plugins, Settings: settings}))
 	for _, n := range w.nodes {
 		w.eventually("the runtime's configuration", func() error {
 			out, err := w.output(w.ctx, onNode(n), "cat", "/etc/cni/net.d/10-podweir.conflist")
@@ -170,18 +175,7 @@ type limitedPod struct {
 // find finds the pod's device and the one that the plugin has made.
 func (l *limitedPod) find() {
 	l.Helper()
-	var list struct {
-		Endpoints []struct{ Pod, Device string }
-	}
-	must(l, l.podweirJSON(l.n.name, &list, "endpoints"))
-	for _, e := range list.Endpoints {
-		if e.Pod == l.ns+"/"+l.pod.Name {
-			l.dev = e.Device
-		}
-	}
-	if l.dev == "" {
-		l.Fatalf("podweir endpoints does not show %s: %+v", l.pod.Name, list)
-	}
+	l.dev = l.device(l.n, l.pod)
 	out, err := l.output(l.ctx, onNode(l.n), "tc", "filter", "show", "dev", l.dev, "ingress")
 	must(l, err)
 	m := regexp.MustCompile(`Egress Redirect to device (\S+?)\)`).FindSubmatch(out)
@@ -231,8 +225,8 @@ func (l *limitedPod) tbf(dev string) tbf {
 }
 
 // within: no more has gone through than the limit allows, which was whole at
-// the most when it was first read. left is what may still go at once.
-func (l *limitedPod) within(w *world, dev string) (left int64) {
+// the most when it was first read. left is what may still go at once, now.
+func (l *limitedPod) within(w *world, dev string) (left int64, now tbf) {
 	w.Helper()
 	q, first := l.tbf(dev), l.first[dev]
 	through, took := q.bytes-first.bytes, q.at.Sub(first.before)
@@ -240,7 +234,7 @@ func (l *limitedPod) within(w *world, dev string) (left int64) {
 	if left < 0 {
 		w.Errorf("%s has let %d bytes through in %v, %d more than %d a second and %d at first", dev, through, took, -left, q.rate, q.burst)
 	}
-	return left
+	return left, q
 }
 
 // packet is the one that a limit is in the middle of, with all its segments.
@@ -261,7 +255,7 @@ func (l *limitedPod) drained(w *world) {
 			w.Fatalf("%s lets %d bytes a second through, want %d", x.dev, got, rate)
 		}
 		for !w.Failed() {
-			left := l.within(w, x.dev)
+			left, _ := l.within(w, x.dev)
 			if left < 2*rate {
 				break
 			}
@@ -275,10 +269,10 @@ func (l *limitedPod) drained(w *world) {
 }
 
 // limits: whatever way something takes to the pod, or from it, it goes through
-// the limit, in no less time than that takes.
+// the limit, and takes the time that the limit wants: all that may still go at
+// once, and a second and a half's worth more.
 func (l *limitedPod) limits(w *world) {
 	l.drained(w)
-	const size = 2 << 20
 	for _, x := range []struct {
 		what     string
 		dev      string
@@ -295,18 +289,48 @@ func (l *limitedPod) limits(w *world) {
 		{"from it to a service", l.ifb, inPod(l.pod), at(l.friends.Spec.ClusterIP, 80), false},
 		{"from it, fetched", l.ifb, inPod(l.far), at(l.own.Spec.ClusterIPs[1], 80), true},
 	} {
-		before := l.tbf(x.dev)
+		left, before := l.within(w, x.dev)
+		size := left + 3*before.rate/2
 		out, err := w.output(w.ctx, x.from, "pw-client", "bulk", "-bytes", fmt.Sprint(size), "-timeout", "60s", fmt.Sprintf("-receive=%v", x.receives), x.to)
-		if err != nil {
+		took := time.Since(before.at)
+		var r probe.BulkReport
+		if err = errors.Join(err, json.Unmarshal(out, &r)); err != nil || r.Bytes != size {
 			w.Errorf("%s: %v: %s", x.what, err, out)
 			continue
+		}
+		// By whoever received it. Slower it may be, for any reason.
+		if most := left + int64(float64(before.rate)*took.Seconds()); size > most {
+			w.Errorf("%s: %d bytes were there after %v, want no more than %d", x.what, size, took, most)
 		}
 		after := l.tbf(x.dev)
 		if through := after.bytes - before.bytes; through < size {
 			w.Errorf("%s: %d bytes went through the limit, want %d", x.what, through, size)
 		}
-		w.Logf("%s: %d bytes in %v", x.what, size, after.at.Sub(before.before))
+		w.Logf("%s: %d bytes, %d of them at once, in %v", x.what, size, left, r.Took)
 		l.within(w, x.dev)
+	}
+}
+
+// primaryNodePorts: S22: a NodePort answers at the InternalIPs of nodes alone.
+func (l *limitedPod) primaryNodePorts(w *world) {
+	const second = "172.31.0.212"
+	dev := []string{"dev", "eth0"}
+	_, err := w.output(w.ctx, onNode(l.n), append([]string{"ip", "addr", "add", second + "/24"}, dev...)...)
+	must(w, err)
+	defer func() {
+		if _, err := w.output(background(w), onNode(l.n), append([]string{"ip", "addr", "del", second + "/24"}, dev...)...); err != nil {
+			w.Error(err)
+		}
+	}()
+	svc := w.service("primary", "friend", func(s *corev1.Service) { s.Spec.Type = corev1.ServiceTypeNodePort })
+	number := svc.Spec.Ports[0].NodePort
+	for _, from := range []place{outside, inPod(l.stranger), onNode(w.nodes[1]), onNode(l.n)} {
+		for _, ip := range l.n.ips {
+			w.first(from, at(ip, number))
+		}
+		if err := w.fails(from, "tcp", at(second, number), probe.Refused); err != nil {
+			w.Error("an address that is not the node's first:", err)
+		}
 	}
 }
 

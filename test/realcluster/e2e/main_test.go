@@ -76,7 +76,7 @@ func newWorld(t *testing.T) *world {
 	rc.QPS, rc.Burst = 200, 400
 	api, err := kubernetes.NewForConfig(rc)
 	must(t, err)
-	ctx, cancel := context.WithTimeout(t.Context(), 12*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Minute)
 	t.Cleanup(cancel)
 	w := &world{T: t, ctx: ctx, cluster: c, config: rc, api: api, callers: newCallers()}
 	list, err := api.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
@@ -218,7 +218,9 @@ func (w *world) eventually(what string, ok func() error) {
 }
 
 // await is eventually for those who go on without.
-func (w *world) await(ok func() error) error {
+func (w *world) await(ok func() error) error { return w.awaitFor(patience, ok) }
+
+func (w *world) awaitFor(patience time.Duration, ok func() error) error {
 	limit := time.Now().Add(patience)
 	for {
 		err := ok()

@@ -6,8 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
-	"path/filepath"
+	"net/http"
 	"strings"
 	"time"
 
@@ -160,8 +159,37 @@ func (l *lifecycleWorld) nodeDeleted(w *world) {
 		return nil
 	}
 	must(w, knows(true))
+	// S19: it tells load balancers while it is being deleted and when it is gone;
+	// services work on.
+	says := func(want int) error {
+		var errs []error
+		for path, status := range map[string]int{"/healthz": want, "/livez": http.StatusOK} {
+			_, got, err := w.get("", at(n.ips[0], 10256), path)
+			if err == nil && got != status {
+				err = fmt.Errorf("%s of %s says %d, want %d", path, n.name, got, status)
+			}
+			errs = append(errs, err)
+		}
+		return errors.Join(errs...)
+	}
+	finalizers := func(value string) {
+		w.Helper()
+		_, err := w.api.CoreV1().Nodes().Patch(background(w), n.name, types.MergePatchType, []byte(`{"metadata":{"finalizers":`+value+`}}`), metav1.PatchOptions{})
+		if err != nil && !apierrors.IsNotFound(err) {
+			w.Fatal(err)
+		}
+	}
+	w.eventually("well", func() error { return says(http.StatusOK) })
+	finalizers(`["podweir.test/wait"]`)
+	defer finalizers("null")
 	must(w, w.api.CoreV1().Nodes().Delete(w.ctx, n.name, metav1.DeleteOptions{}))
+	w.eventually("about to be deleted", func() error { return says(http.StatusServiceUnavailable) })
+	must(w, knows(true))
+	finalizers("null")
 	w.eventually("peers forget the node", func() error { return knows(false) })
+	if err := says(http.StatusServiceUnavailable); err != nil {
+		w.Errorf("deleted: %v", err)
+	}
 	must(w, w.cluster.RestartKubelet(n.name))
 	w.eventually("the kubelet registers", func() error {
 		_, err := w.api.CoreV1().Nodes().Get(w.ctx, n.name, metav1.GetOptions{})
@@ -172,6 +200,7 @@ func (l *lifecycleWorld) nodeDeleted(w *world) {
 	l.restartPods(w, n)
 	w.eventually("peers know the node", func() error { return knows(true) })
 	w.readyAgents()
+	w.eventually("well again", func() error { return says(http.StatusOK) })
 	l.refound(w)
 	l.walk(w)
 }
@@ -186,103 +215,5 @@ func (l *lifecycleWorld) restartPods(w *world, n node) {
 		if !p.Spec.HostNetwork {
 			w.remove(p.Namespace, p.Name)
 		}
-	}
-}
-
-// L7: deploy/uninstall takes podweir off a node, which then has nothing of it,
-// and back it comes.
-func (l *lifecycleWorld) uninstalled(w *world) {
-	n := w.nodes[2]
-	const mark = "podweir.test/uninstall"
-	dir := filepath.Join(w.cluster.State, "uninstall")
-	must(w, os.MkdirAll(dir, 0o755))
-	base, err := filepath.Rel(dir, filepath.Join(w.cluster.Tree, "deploy", "uninstall"))
-	must(w, err)
-	must(w, os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(`apiVersion: kustomize.config.k8s.io/v1beta1
-kind: Kustomization
-namespace: kube-system
-resources: [`+base+`]
-patches:
-  - patch: |
-      apiVersion: apps/v1
-      kind: DaemonSet
-      metadata: {name: podweir-uninstall, namespace: kube-system}
-      spec: {template: {spec: {nodeSelector: {`+mark+`: "yes"}}}}
-`), 0o644))
-	label := func(value string) {
-		_, err := w.api.CoreV1().Nodes().Patch(background(w), n.name, types.MergePatchType, []byte(`{"metadata":{"labels":{"`+mark+`":`+value+`}}}`), metav1.PatchOptions{})
-		must(w, err)
-	}
-	sets := w.api.AppsV1().DaemonSets(system)
-	was, err := sets.Get(w.ctx, "podweir", metav1.GetOptions{})
-	must(w, err)
-	before := w.readyAgents()
-	spec := func(strategy, affinity string) {
-		w.Helper()
-		_, err := sets.Patch(background(w), "podweir", types.MergePatchType,
-			fmt.Appendf(nil, `{"spec":{"updateStrategy":%s,"template":{"spec":{"affinity":%s}}}}`, strategy, affinity), metav1.PatchOptions{})
-		must(w, err)
-	}
-	undo := func() {
-		if _, err := w.kubectl("delete", "-k", dir, "--ignore-not-found", "--wait=true"); err != nil {
-			w.Error(err)
-		}
-		label("null")
-		// The template is the one of before, so the agents that were left alone are its.
-		spec(`{"type":"OnDelete","rollingUpdate":null}`, "null")
-		spec(fmt.Sprintf(`{"type":"RollingUpdate","rollingUpdate":{"maxUnavailable":%d,"maxSurge":0}}`, was.Spec.UpdateStrategy.RollingUpdate.MaxUnavailable.IntValue()), "null")
-	}
-	undone := false
-	defer func() {
-		if !undone {
-			undo()
-		}
-	}()
-	label(`"yes"`)
-	// The agents of other nodes stay as they are.
-	spec(`{"type":"OnDelete","rollingUpdate":null}`, `{"nodeAffinity":{"requiredDuringSchedulingIgnoredDuringExecution":{"nodeSelectorTerms":[{"matchExpressions":[{"key":"`+mark+`","operator":"DoesNotExist"}]}]}}}`)
-	w.pods(system, "app.kubernetes.io/name=podweir", "no agent on "+n.name, func(all []corev1.Pod) error {
-		for _, p := range all {
-			if p.Spec.NodeName == n.name {
-				return errors.New("it is there")
-			}
-		}
-		return nil
-	})
-	_, err = w.kubectl("apply", "-k", dir)
-	must(w, err)
-	w.pods(system, "app.kubernetes.io/name=podweir-uninstall", "the node is clean", allReady(1))
-	for what, check := range map[string][]string{
-		"pinned maps and programs": {"sh", "-c", "ls -A /sys/fs/bpf"},
-		"the tunnel's device":      {"sh", "-c", "ip -o link show | grep podweir || true"},
-		"routes to pods":           {"sh", "-c", "ip route show; ip -6 route show"},
-		"the CNI configuration":    {"sh", "-c", "ls -A /etc/cni/net.d /opt/cni/bin"},
-		"programs on the uplink":   {"sh", "-c", "bpftool net show dev eth0 2>/dev/null || true"},
-	} {
-		out, err := w.output(w.ctx, onNode(n), check...)
-		must(w, err)
-		for line := range strings.Lines(string(out)) {
-			if strings.Contains(line, "podweir") || strings.Contains(line, "10.244.") || strings.Contains(line, "fd00:10:244") || strings.Contains(line, "blackhole") {
-				w.Errorf("%s: left after uninstall: %s", what, line)
-			}
-		}
-	}
-	w.nodeReady(n.name, false)
-	undo()
-	undone = true
-	w.nodeReady(n.name, true)
-	after := w.readyAgents()
-	for _, other := range w.nodes[:2] {
-		if after[other.name].UID != before[other.name].UID {
-			w.Errorf("the agent of %s was replaced, too", other.name)
-		}
-	}
-	// Their interfaces went with podweir.
-	l.restartPods(w, n)
-	w.pods(system, "k8s-app=kube-dns", "DNS", allReady(2))
-	l.refound(w)
-	l.walk(w)
-	if _, err := w.api.AppsV1().DaemonSets(system).Get(w.ctx, "podweir-uninstall", metav1.GetOptions{}); !apierrors.IsNotFound(err) {
-		w.Errorf("podweir-uninstall is there: %v", err)
 	}
 }

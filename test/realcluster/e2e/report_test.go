@@ -65,10 +65,18 @@ func TestRollout(t *testing.T) {
 		events, err := w.api.CoreV1().Events(w.ns).List(w.ctx, metav1.ListOptions{FieldSelector: "reason=FailedCreatePodSandBox"})
 		must(w, err)
 		w.Logf("BAR failed sandboxes: %d", len(events.Items))
+		restarts := int32(0)
+		for _, p := range w.pods(w.ns, "app=rollout", "pods of the rollout", allReady(pods)) {
+			restarts += p.Status.ContainerStatuses[0].RestartCount
+		}
+		if w.Logf("BAR restarts of the %d pods: %d", pods, restarts); restarts > 0 {
+			w.Error("pods were restarted")
+		}
 		for _, e := range events.Items {
 			w.Errorf("%s: %s", e.InvolvedObject.Name, e.Message)
 		}
 	})
+	var all []time.Duration
 	for _, n := range w.nodes {
 		adds := w.cniAdds(n, logs[n.name])
 		if len(adds) == 0 {
@@ -77,7 +85,13 @@ func TestRollout(t *testing.T) {
 		}
 		slices.Sort(adds)
 		t.Logf("BAR %s: CNI ADD of %d pods: p50 %v, p99 %v, longest %v", n.name, len(adds), adds[len(adds)/2], adds[len(adds)*99/100], adds[len(adds)-1])
+		all = append(all, adds...)
 	}
+	if len(all) < 2*pods {
+		t.Fatalf("the plugin tells of %d ADDs, want %d twice", len(all), pods)
+	}
+	slices.Sort(all)
+	t.Logf("BAR all nodes: CNI ADD of %d pods: p50 %v, p99 %v, longest %v", len(all), all[len(all)/2], all[len(all)*99/100], all[len(all)-1])
 	w.pods(w.ns, "", "all pods are gone", allReady(0))
 	for _, n := range w.nodes {
 		w.eventually("every map is back where it was", func() error {

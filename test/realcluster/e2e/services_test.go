@@ -32,6 +32,7 @@ func TestServices(t *testing.T) {
 		"LoadBalancer":          s.loadBalancer,
 		"LoadBalancerByProxy":   s.loadBalancerByProxy,
 		"ExternalIPs":           s.externalIPs,
+		"NodesOwnAddresses":     s.nodesOwnAddresses,
 		"HostPort":              s.hostPort,
 		"InternalLocal":         s.internalLocal,
 		"ExternalLocal":         s.externalLocal,
@@ -325,6 +326,53 @@ func (s *servicesWorld) externalIPs(w *world) {
 	ips := []string{"198.51.100.30", "2001:db8:51::30"}
 	w.service("external-ips", "web", func(s *corev1.Service) { s.Spec.ExternalIPs = ips })
 	s.external(w, ips)
+}
+
+// S22: services under the addresses of a node, and of the API server's machine:
+// the service has its port there, and whoever listens on others keeps them.
+func (s *servicesWorld) nodesOwnAddresses(w *world) {
+	n, other := w.nodes[1], w.nodes[2]
+	svc := w.service("node-external", "web", func(s *corev1.Service) {
+		s.Spec.ExternalIPs = []string{n.ips[0], n.ips[1], realcluster.HostIP}
+		s.Spec.Ports[0].Port, s.Spec.Ports[1].Port = 8088, 8088
+	})
+	lb := w.service("node-balancer", "web", func(s *corev1.Service) {
+		s.Spec.Type = corev1.ServiceTypeLoadBalancer
+		s.Spec.Ports[0].Port, s.Spec.Ports[1].Port = 8089, 8089
+	})
+	w.setIngress(lb.Name, corev1.LoadBalancerIngress{IP: other.ips[0]}, corev1.LoadBalancerIngress{IP: other.ips[1]})
+	s.everywhereServes(w, svc)
+	sources := append(s.sources(w), outside)
+	for fam := range 2 {
+		for _, x := range []struct {
+			n      node
+			number int32
+		}{{n, 8088}, {other, 8089}} {
+			for _, from := range sources {
+				w.first(from, at(x.n.ips[fam], x.number))
+				callsAll(w, from, "udp", at(x.n.ips[fam], x.number), len(s.web))
+				// The kubelet, of IPv4 alone, wants TLS, and the agent HTTP.
+				says := map[int32]string{10256: "invalid character 'H'"}
+				if fam == 0 {
+					says[10250] = "EOF"
+				}
+				for own, says := range says {
+					if a := w.try(from, "tcp", at(x.n.ips[fam], own)); a.Remote != at(x.n.ips[fam], own) || !strings.Contains(a.Error, says) {
+						w.Errorf("%s to port %d of %s, which has a service on %d: %+v", from.name, own, x.n.name, x.number, a)
+					}
+				}
+				if err := w.fails(from, "tcp", at(x.n.ips[fam], 8090), probe.Refused); err != nil {
+					w.Error(err)
+				}
+			}
+		}
+	}
+	for _, from := range s.sources(w) {
+		w.first(from, at(realcluster.HostIP, 8088))
+		if a := w.try(from, "tcp", at(realcluster.HostIP, 6443)); a.Remote != at(realcluster.HostIP, 6443) || a.Error != "EOF" {
+			w.Errorf("%s to the API server, which has a service on another port of its address: %+v", from.name, a)
+		}
+	}
 }
 
 // S22: a port of the node, on all of its addresses or one, from ADD to DEL.

@@ -14,9 +14,6 @@ import (
 	"github.com/podweir/podweir/test/tools/probe"
 )
 
-// arrears is how far load may be behind its pace and make up for it.
-const arrears = 250 * time.Millisecond
-
 // load makes exchanges, each with a connection (or a UDP socket) of its own,
 // until a signal. What is under way then is finished: it counts like the rest.
 func load(ctx context.Context, fs *flag.FlagSet, o *options, args []string) (bool, error) {
@@ -24,6 +21,7 @@ func load(ctx context.Context, fs *flag.FlagSet, o *options, args []string) (boo
 	parallel := fs.Int("parallel", 2, "exchanges at a time; when all wait, none is begun")
 	data := fs.String("data", "hello", "what to send")
 	attached := fs.Bool("attached", false, "end with standard input, too")
+	arrears := fs.Duration("arrears", 250*time.Millisecond, "how far it may be behind its pace and make up for it")
 	if err := o.parse(fs, args); err != nil {
 		return false, err
 	}
@@ -54,7 +52,7 @@ func load(ctx context.Context, fs *flag.FlagSet, o *options, args []string) (boo
 	// What a busy machine let pass is made up for, as far as it is not long ago.
 	due := func() int { return int(time.Since(l.start) / *interval) }
 	for begun := 0; ctx.Err() == nil; {
-		if begun = max(begun, due()-int(arrears / *interval)); begun < due() {
+		if begun = max(begun, due()-int(*arrears / *interval)); begun < due() {
 			select {
 			case work <- struct{}{}:
 				begun++
