@@ -83,7 +83,8 @@ func (s *session) askCommand() *cobra.Command {
 		Long: `Ask the datapath whether one may talk to the other, and by which rule.
 
 An END is a pod (namespace/name, on any node), an address, or 'host' for this
-node. --to may be the address of a service: every backend is asked about, up to 64.
+node. --to may be a service (namespace/name, unless a pod has that name, too) or
+an address of one: every backend is asked about, up to 64.
 --port is the port that is called: 8080, 53/udp, 9000/sctp; or a protocol
 without ports: icmp.
 
@@ -99,7 +100,7 @@ says so; ask there as well.`,
 			}
 			for _, end := range []struct{ flag, value string }{{"--from", from}, {"--to", to}} {
 				if _, err := netip.ParseAddr(end.value); err != nil && end.value != "host" && !validPod(end.value) {
-					return usageError("%s %s: is neither a pod (namespace/name), nor an address, nor host", end.flag, end.value)
+					return usageError("%s %s: is neither a name (namespace/name), nor an address, nor host", end.flag, end.value)
 				}
 			}
 			return s.withMaps(func(m Maps) error {
@@ -126,7 +127,7 @@ says so; ask there as well.`,
 	}
 	f := cmd.Flags()
 	f.StringVar(&from, "from", "", "who talks: namespace/pod, an address, or host")
-	f.StringVar(&to, "to", "", "to whom: namespace/pod, an address of a pod or service, or host")
+	f.StringVar(&to, "to", "", "to whom: namespace/name of a pod or service, an address of either, or host")
 	f.StringVar(&port, "port", "", "port that is called, with /udp or /sctp if it is not TCP's; or icmp")
 	for _, name := range []string{"from", "to", "port"} {
 		if err := cmd.MarkFlagRequired(name); err != nil {
@@ -357,12 +358,35 @@ func (a *asker) end(flag, s string) ([]askEnd, error) {
 		return nil, fmt.Errorf("%s %s: names of pods need the agent, which does not answer, or --kubeconfig; give an address of the pod", flag, s)
 	case err != nil:
 		return nil, err
+	case len(pods) == 0 && flag == "--to":
+		if addrs, err := a.clusterIPs(s); err != nil || len(addrs) > 0 {
+			return ends(s, addrs), err
+		}
+		return nil, fmt.Errorf("%s %s: there is no pod of this name, nor a service with a cluster IP in force ('podweir services' lists them)", flag, s)
 	case len(pods) == 0:
-		return nil, fmt.Errorf("%s %s: there is no such pod; a service is asked about by its address ('podweir services' lists them)", flag, s)
+		return nil, fmt.Errorf("%s %s: there is no such pod", flag, s)
 	case len(pods[0].Addrs) == 0:
 		return nil, fmt.Errorf("%s %s: the pod has no address yet", flag, s)
 	}
 	return ends(s, pods[0].Addrs), nil
+}
+
+// clusterIPs returns those in force of the Service that is called so, each
+// once.
+func (a *asker) clusterIPs(name string) ([]netip.Addr, error) {
+	services, err := a.m.Services()
+	if err != nil {
+		return nil, err
+	}
+	var out []netip.Addr
+	for k, v := range services {
+		s, at := a.n.services[v.Id], addrPort(k.Addr, k.Port)
+		if podName(s.Namespace, s.Name) == name && a.n.frontendType(v.Id, at, v.Flags) == "ClusterIP" {
+			out = append(out, at.Addr())
+		}
+	}
+	slices.SortFunc(out, netip.Addr.Compare)
+	return slices.Compact(out), nil
 }
 
 func ends(name string, addrs []netip.Addr) []askEnd {

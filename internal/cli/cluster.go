@@ -113,6 +113,7 @@ func (n *names) completeEndpoints(m Maps) error {
 		n.podDevices[e.Ifindex] = name
 	}
 	for _, e := range byID {
+		slices.SortFunc(e.Addrs, netip.Addr.Compare)
 		n.endpoints = append(n.endpoints, *e)
 	}
 	return nil

@@ -405,6 +405,7 @@ func planAgent() fakeAgent {
 		}},
 		api.PathPods + "?name=default%2Fweb-1": pods, api.PathPods + "?addr=10.244.158.65": pods,
 		api.PathPods + "?name=default%2Fnobody": api.Pods{}, api.PathPods + "?addr=192.0.2.9": api.Pods{},
+		api.PathPods + "?name=default%2Fweb": api.Pods{}, api.PathPods + "?name=default%2Fnothing": api.Pods{},
 		api.PathPods + "?name=default%2Fpending": api.Pods{Pods: []api.Pod{{Namespace: "default", Name: "pending", Node: "b"}}},
 		api.PathEvents:                           planEvents(),
 		api.PathAllPods: []api.Pod{

@@ -35,13 +35,22 @@ func checkFlowFlags(from, to, service, proto string) error {
 			return err
 		}
 	}
+	if service != "" {
+		return checkService("--service "+service, service)
+	}
+	return nil
+}
+
+// checkService refuses what names no service on any node; arg is how it was
+// given.
+func checkService(arg, service string) error {
 	_, err1 := netip.ParseAddr(service)
 	_, err2 := netip.ParseAddrPort(service)
 	id, err3 := strconv.ParseUint(service, 10, 32)
 	// Names are printed as "pod namespace/name:port" when no Service owns them.
 	name, _, _ := strings.Cut(service[strings.LastIndexByte(service, ' ')+1:], ":")
-	if service != "" && err1 != nil && err2 != nil && (err3 != nil || id == 0) && !validPod(name) {
-		return usageError("--service %s: is neither namespace/name, with a port's name or without, nor an address, nor an id", service)
+	if err1 != nil && err2 != nil && (err3 != nil || id == 0) && !validPod(name) {
+		return usageError("%s: is neither namespace/name, with a port's name or without, nor an address, nor an id", arg)
 	}
 	return nil
 }
@@ -74,7 +83,7 @@ func newFlowFilter(m Maps, n *names, from, to, service, proto string) (flowFilte
 		}
 	}
 	if service != "" {
-		f.services, err = findServices(m, n, service)
+		f.services, err = findServices(m, n, "--service "+service, service)
 	}
 	return f, err
 }
@@ -181,8 +190,8 @@ func parseProto(s string) (string, error) {
 }
 
 // findServices returns the ids that s means: an id, an address and port in
-// the map, or a name that the agent knows.
-func findServices(m Maps, n *names, s string) (map[uint32]bool, error) {
+// the map, or a name that the agent knows; arg is how it was given.
+func findServices(m Maps, n *names, arg, s string) (map[uint32]bool, error) {
 	out := map[uint32]bool{}
 	if id, err := strconv.ParseUint(s, 10, 32); err == nil && id != 0 {
 		out[uint32(id)] = true
@@ -202,7 +211,7 @@ func findServices(m Maps, n *names, s string) (map[uint32]bool, error) {
 			}
 		}
 		if len(out) == 0 {
-			return nil, fmt.Errorf("--service %s: no service has this address", s)
+			return nil, fmt.Errorf("%s: no service has this address", arg)
 		}
 		return out, nil
 	}
@@ -215,7 +224,7 @@ func findServices(m Maps, n *names, s string) (map[uint32]bool, error) {
 	case len(out) > 0:
 		return out, nil
 	case n.blind():
-		return nil, fmt.Errorf("--service %s: names of services need the agent, which does not answer, or --kubeconfig; give its address or id", s)
+		return nil, fmt.Errorf("%s: names of services need the agent, which does not answer, or --kubeconfig; give its address or id", arg)
 	}
-	return nil, fmt.Errorf("--service %s: there is no such service in force; 'podweir services' lists them", s)
+	return nil, fmt.Errorf("%s: there is no such service in force; 'podweir services' lists them", arg)
 }

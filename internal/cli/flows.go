@@ -67,12 +67,18 @@ func (s *session) flowsCommand() *cobra.Command {
 
 --from and --to select by the initiator's and the responder's end: an address
 (10.244.80.65), an address and port (10.98.235.247:80), a range
-(10.244.80.0/24), a pod of any node (default/web), a node, a device, or "host". Both directions of a flow that matches are listed.
+(10.244.80.0/24), a pod of any node (default/web), a node, a device, or "host".
+Both directions of a flow that matches are listed.
 
-STATE: new or confirmed, what closed a TCP flow (fin_orig, fin_reply, rst),
-midstream, direct (a client outside that the backend's node answers by itself),
-stale (the next packet is decided again), no-twin (the entry of
-the other direction is gone).`,
+VERDICT is this node's, about its own pods: what another node denies is allow
+here. A denied first packet makes no flow; deny is a running flow that policy
+has turned against.
+
+STATE: new (not answered, or answered once and not gone on with, as a DNS query)
+or confirmed (the caller was seen again after an answer), what closed a TCP flow
+(fin_orig, fin_reply, rst), midstream (picked up while it ran), direct (a client
+outside that the backend's node answers by itself), stale (the next packet is
+decided again), no-twin (the entry of the other direction is gone).`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := checkFlowFlags(from, to, service, proto); err != nil {

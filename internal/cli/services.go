@@ -50,10 +50,19 @@ type servicesView struct {
 
 func (s *session) servicesCommand() *cobra.Command {
 	return s.kubeconfigFlag(&cobra.Command{
-		Use:   "services",
-		Short: "List service ports, their frontends and backends",
-		Args:  cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
+		Use:   "services [NAMESPACE/NAME[:PORT] | ADDRESS[:PORT] | ID]",
+		Short: "List service ports, their frontends and backends, or those of one service",
+		Long: `List service ports, their frontends and backends, or those of one service.
+
+BACKENDS are for pods and this host, EXTERNAL for everybody else. An ADDRESS is
+one of its frontends; of what is found all frontends are listed.`,
+		Args: cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) == 1 {
+				if err := checkService(args[0], args[0]); err != nil {
+					return err
+				}
+			}
 			return s.withMaps(func(m Maps) error {
 				n, err := s.namesFor(cmd.Context(), m, api.PathServices)
 				if err != nil {
@@ -62,6 +71,14 @@ func (s *session) servicesCommand() *cobra.Command {
 				v, err := readServices(m, n)
 				if err != nil {
 					return err
+				}
+				if len(args) == 1 {
+					ids, err := findServices(m, n, args[0], args[0])
+					if err != nil {
+						return err
+					}
+					v.AddrsWithoutPorts = nil
+					v.Services = slices.DeleteFunc(v.Services, func(s serviceView) bool { return !ids[s.ID] })
 				}
 				return s.print(v, serviceTable(v, s.wide()))
 			})

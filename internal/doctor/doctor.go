@@ -95,7 +95,7 @@ func Checks() []Check {
 		{"pods", "this host reaches those of this node, and they are plugged as they were", checkPods},
 		{"policy", "nothing was heard of that it denied within a second", checkPolicy},
 		{"services", "have endpoints, and the datapath has them", checkServices},
-		{"dns", "the cluster's resolver answers", checkDNS},
+		{"dns", "the resolvers in kube-system answer, if there are any", checkDNS},
 		{"leftovers", "nothing of kube-proxy's or of another CNI plugin is seen", checkLeftovers},
 	}
 }

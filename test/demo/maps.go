@@ -41,6 +41,7 @@ func podweir(ctx context.Context, n *cluster.Node, v any, args ...string) error 
 
 // flows opens a connection to the service and shows both its entries.
 func (d *demo) flows(ctx context.Context) error {
+	say("one entry for each direction; confirmed: the client was seen again after an answer")
 	for _, target := range []string{vip4, vip6} {
 		stream, err := d.pod("client").Stream(ctx, target)
 		if err != nil {
@@ -136,6 +137,8 @@ func (d *demo) oneLookup(ctx context.Context) error {
 // counters shows the counters that the steps so far must have moved.
 func (d *demo) counters(ctx context.Context) error {
 	sums := map[string]uint64{}
+	say("packets by what became of them (docs/metrics.md) and the hook that saw them, as podweir metrics shows:")
+	say("%-8s %-24s %-14s %-6s %8s", "NODE", "REASON", "HOOK", "FAMILY", "PACKETS")
 	for _, n := range d.c.Nodes {
 		var list struct {
 			Counters []counterView `json:"counters"`
@@ -145,7 +148,7 @@ func (d *demo) counters(ctx context.Context) error {
 		}
 		for _, c := range list.Counters {
 			sums[c.Reason] += c.Packets
-			say("%-8s %-24s %-14s %s %8d", n.NodeName, c.Reason, c.Hook, c.Family, c.Packets)
+			say("%-8s %-24s %-14s %-6s %8d", n.NodeName, c.Reason, c.Hook, c.Family, c.Packets)
 		}
 		code, body, err := n.AgentGet(ctx, "/metrics")
 		if err != nil {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"path/filepath"
 	"slices"
@@ -228,7 +229,7 @@ func (d *demo) clusterIP(ctx context.Context) error {
 		if s.OK != 200 {
 			return fmt.Errorf("200 connections to %s: %d succeeded, failed %v, first: %+v", target, s.OK, s.Failed, s.Failure)
 		}
-		say("200 connections to %s: answered by %v; clients seen: %v", target, s.Servers, s.Peers)
+		say("200 connections to %s: answered by %s; clients seen: %s", target, tally(s.Servers), tally(s.Peers))
 		own := client.IPv4().String()
 		if target == vip6 {
 			own = client.IPv6().String()
@@ -405,6 +406,15 @@ func (d *demo) policy(ctx context.Context) error {
 	return nil
 }
 
+// tally writes who was counted how often.
+func tally(counts map[string]int) string {
+	var out []string
+	for _, who := range slices.Sorted(maps.Keys(counts)) {
+		out = append(out, fmt.Sprintf("%s %d times", who, counts[who]))
+	}
+	return strings.Join(out, ", ")
+}
+
 func (d *demo) killAgents(ctx context.Context) error {
 	client, remote := d.pod("client"), d.pod("remote")
 	targets := []struct{ proto, target string }{
@@ -474,7 +484,7 @@ func (d *demo) killAgents(ctx context.Context) error {
 		// A segment sent again because a timer ran early, on a busy machine,
 		// is one the receiver had: nothing was lost.
 		again, spurious := r.Retransmits-before[i].Retransmits, r.Spurious-before[i].Spurious
-		say("%s %-26s sent %4d, lost %d (segments lost %d, sent early again %d), longest gap %v", targets[i].proto, targets[i].target,
+		say("%s %-26s sent %4d, lost %d (segments lost %d, needlessly sent again %d), longest gap %v", targets[i].proto, targets[i].target,
 			r.Sent, r.Lost, int64(again)-int64(spurious), spurious, r.MaxGap.Round(time.Millisecond))
 		if r.Lost > 0 || again > spurious || r.Error != "" {
 			bad = errors.Join(bad, fmt.Errorf("not every packet came through: %+v", r))

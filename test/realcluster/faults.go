@@ -181,7 +181,7 @@ func (c Config) PowerOff(ctx context.Context, node string) error {
 		return err
 	}
 	if running(n.record()) == 0 {
-		return fmt.Errorf("node %s is not up", node)
+		return fmt.Errorf("node %s of %s is not up", node, c.title())
 	}
 	// The cable first: nobody hears that it ends.
 	return errors.Join(n.removeNetwork(ctx), n.end(ctx))

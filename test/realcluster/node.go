@@ -118,7 +118,7 @@ func inCgroup(cmd *exec.Cmd, name string) (done func(), err error) {
 func (n Node) In(ctx context.Context, args ...string) (cmd *exec.Cmd, done func(), err error) {
 	pid := running(n.record())
 	if pid == 0 {
-		return nil, nil, fmt.Errorf("node %s is not up", n.Name)
+		return nil, nil, fmt.Errorf("node %s is not up: there is no %s", n.Name, n.own)
 	}
 	cmd = exec.CommandContext(ctx, "nsenter", append([]string{"-t", strconv.Itoa(pid), "-m", "-n", "-u", "-i", "-p", "--"}, args...)...)
 	cmd.Env = append(os.Environ(), "PATH=/usr/sbin:/usr/bin:/sbin:/bin")

@@ -2,6 +2,8 @@ package realcluster
 
 import (
 	"net/netip"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -104,5 +106,24 @@ func TestRoutes(t *testing.T) {
 		if got := c.routes(n, ranges); !slices.Equal(got, want) {
 			t.Errorf("%s:\n%s\nwant\n%s", cni, strings.Join(got, "\n"), strings.Join(want, "\n"))
 		}
+	}
+}
+
+// What examples/cluster runs is on the nodes: there is no registry.
+func TestExample(t *testing.T) {
+	objs, err := os.ReadFile(filepath.Join("..", "..", "examples", "cluster", "web.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	images := 0
+	for line := range strings.Lines(string(objs)) {
+		if image, ok := strings.CutPrefix(strings.TrimSpace(line), "image: "); ok {
+			if images++; image != toolsImage {
+				t.Errorf("image %s, want %s", image, toolsImage)
+			}
+		}
+	}
+	if images == 0 {
+		t.Error("no image")
 	}
 }
