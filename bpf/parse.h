@@ -489,7 +489,7 @@ static __always_inline __u32 pw_packet_len(struct __sk_buff *skb, const struct p
 			       &field, sizeof(field)))
 		return 0;
 	len = bpf_ntohs(field);
-	if (!len) /* BIG TCP */
+	if (!len && skb->gso_size) /* BIG TCP */
 		return have;
 	if (p->v6)
 		len += sizeof(struct ipv6hdr);
