@@ -260,11 +260,10 @@ static __always_inline int pw_flow_promote(const struct pw_flow_key *k, const st
 	return bpf_map_lookup_elem(&pw_flows, k) ? 0 : -1;
 }
 
+/* What pw_flow_confirm returns, unless it is a reason to count. */
 enum pw_confirm {
-	PW_MOVED = 0,
-	PW_FULL,
-	PW_HALF, /* there is no twin, see pw_flow_whole */
-	PW_BUSY, /* another CPU is doing it, or has just done it */
+	PW_BUSY = 0,  /* another CPU is doing it, or has just done it */
+	PW_HALF = -1, /* there is no twin, see pw_flow_whole */
 };
 
 /*
@@ -314,7 +313,7 @@ static __always_inline int pw_flow_move(struct pw_scratch *s, const struct pw_fl
 	} else {
 		s->copy.flags |= PW_F_CONFIRMED;
 		if (pw_flow_promote(twin_key, &s->copy))
-			return PW_FULL;
+			return PW_FLOW_TABLE_FULL;
 	}
 	s->copy = *f;
 	s->copy.flags |= PW_F_CONFIRMED;
@@ -323,7 +322,7 @@ static __always_inline int pw_flow_move(struct pw_scratch *s, const struct pw_fl
 	if (s->copy.key_hash != pw_key_hash(k) || pw_flow_promote(pw_key_arg(s, k), &s->copy)) {
 		if (!was_there)
 			bpf_map_delete_elem(&pw_flows, twin_key);
-		return PW_FULL;
+		return PW_FLOW_TABLE_FULL;
 	}
 	/* Claimed by a CPU that may not have found what is there now, see pw_flow_claim. */
 	if (!f->key_hash) {
@@ -333,7 +332,7 @@ static __always_inline int pw_flow_move(struct pw_scratch *s, const struct pw_fl
 	}
 	pw_new_delete(&s->arg);
 	pw_new_delete(twin_key);
-	return PW_MOVED;
+	return PW_FLOW_CONFIRMED;
 }
 
 /* Moves a flow to pw_flows. k and f are the original direction's. */
@@ -343,11 +342,11 @@ __noinline int pw_flow_confirm(const struct pw_flow_key *k, struct pw_flow *f)
 	int moved;
 
 	if (!k || !f || !s)
-		return PW_FULL;
+		return PW_FLOW_TABLE_FULL;
 	if (!pw_flow_seize(f))
 		return PW_BUSY;
 	moved = pw_flow_move(s, k, f);
-	if (moved != PW_MOVED)
+	if (moved != PW_FLOW_CONFIRMED)
 		f->moving = 0;
 	return moved;
 }
@@ -430,8 +429,7 @@ static __always_inline int pw_flow_touch(const struct pw_pkt *p, const struct pw
 		if (moved == PW_HALF)
 			return -1;
 		if (moved != PW_BUSY)
-			pw_count(moved == PW_MOVED ? PW_FLOW_CONFIRMED : PW_FLOW_TABLE_FULL,
-				 p->hook, p->v6, len);
+			pw_count(moved, p->hook, p->v6, len);
 	}
 	if (p->key.proto == IPPROTO_TCP && (p->tcp_flags & (PW_TCP_FIN | PW_TCP_RST_BIT)))
 		pw_flow_tcp(&p->key, at, p->tcp_flags);
