@@ -119,12 +119,6 @@ static __always_inline int pw_try(struct __sk_buff *skb, struct pw_pkt *p, int l
 	return err == PW_REVIEW_FREE ? PW_REVIEW_AGAIN : err;
 }
 
-/* Verified by itself, not with all that may have happened before. */
-__noinline int pw_flow_is_there(const struct pw_flow_key *k)
-{
-	return k && pw_flow_find(k) != NULL;
-}
-
 /* 0 or a reason. */
 static __always_inline int pw_slow(struct __sk_buff *skb, struct pw_pkt *p)
 {
@@ -134,7 +128,7 @@ static __always_inline int pw_slow(struct __sk_buff *skb, struct pw_pkt *p)
 	look = !p->missed || pw_never_creates(p);
 	err = pw_try(skb, p, look);
 	/* Nor is what is refused: its flow may have been missed as it was moved. */
-	if (err > 0 && !look && pw_flow_is_there(&p->key))
+	if (err > 0 && !look && pw_flow_find(&p->key))
 		err = PW_REVIEW_AGAIN;
 #pragma unroll
 	for (i = 1; i < PW_TRIES; i++) {
