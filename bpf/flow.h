@@ -260,55 +260,95 @@ static __always_inline int pw_flow_promote(const struct pw_flow_key *k, const st
 	return bpf_map_lookup_elem(&pw_flows, k) ? 0 : -1;
 }
 
+/* What pw_flow_confirm returns, unless it is a reason to count. */
 enum pw_confirm {
-	PW_MOVED = 0,
-	PW_FULL,
-	PW_HALF, /* there is no twin, see pw_flow_whole */
+	PW_BUSY = 0,  /* another CPU is doing it, or has just done it */
+	PW_HALF = -1, /* there is no twin, see pw_flow_whole */
 };
+
+/*
+ * Of several CPUs that want to move a flow exactly one may, or one would take
+ * back the reply entry that another relies on, because the table is full. It
+ * is never given back for what is moved: the copy is about to go.
+ */
+static __always_inline int pw_flow_seize(struct pw_flow *f)
+{
+	__u32 *word = (__u32 *)&f->entry;
+	union {
+		struct {
+			__u16 entry;
+			__u8 frame;
+			__u8 moving;
+		};
+		__u32 word;
+	} old = { .entry = f->entry, .frame = f->frame }, new = old;
+
+	PW_ASSERT_SIZE(old, sizeof(old.word));
+	new.moving = 1;
+	return __sync_val_compare_and_swap(word, old.word, new.word) == old.word;
+}
 
 /*
  * Moves a flow to pw_flows: reply entry first, so that the original, which
  * decides, never stands there alone. The old copies go when both are there:
  * left to age, those of all that lives would fill pw_flows_new, where every
  * insert would have to push one out first and every miss to pass some by.
- * k and f are the original direction's.
  */
-__noinline int pw_flow_confirm(const struct pw_flow_key *k, struct pw_flow *f)
+static __always_inline int pw_flow_move(struct pw_scratch *s, const struct pw_flow_key *k,
+					struct pw_flow *f)
 {
-	struct pw_scratch *s = pw_get_scratch();
-	struct pw_flow_key *twin_key;
+	struct pw_flow_key *twin_key = &s->twin;
 	struct pw_flow *twin;
+	int was_there = 0;
 
-	if (!k || !f || !s)
-		return PW_FULL;
-	twin_key = &s->twin;
 	pw_twin_key(k, f, twin_key);
 	twin = bpf_map_lookup_elem(&pw_flows_new, twin_key);
 	if (twin)
 		s->copy = *twin;
-	if (!twin || s->copy.key_hash != pw_key_hash(twin_key) || !pw_names(&s->copy, k))
-		/* If it is in pw_flows, another CPU is doing this. */
-		return pw_flow_has_twin(k, f) ? PW_MOVED : PW_HALF;
-	s->copy.flags |= PW_F_CONFIRMED;
-	if (pw_flow_promote(twin_key, &s->copy))
-		return PW_FULL;
+	if (!twin || s->copy.key_hash != pw_key_hash(twin_key) || !pw_names(&s->copy, k)) {
+		/* It may be there from an earlier flow, see pw_flow_reserve. */
+		was_there = pw_flow_has_twin(k, f);
+		if (!was_there)
+			return PW_HALF;
+	} else {
+		s->copy.flags |= PW_F_CONFIRMED;
+		if (pw_flow_promote(twin_key, &s->copy))
+			return PW_FLOW_TABLE_FULL;
+	}
 	s->copy = *f;
-	if (s->copy.key_hash != pw_key_hash(k))
-		goto gone;
 	s->copy.flags |= PW_F_CONFIRMED;
-	if (pw_flow_promote(pw_key_arg(s, k), &s->copy)) {
-		bpf_map_delete_elem(&pw_flows, twin_key);
-		return PW_FULL;
+	s->copy.moving = 0;
+	/* The hash differs: pushed out meanwhile, or over. */
+	if (s->copy.key_hash != pw_key_hash(k) || pw_flow_promote(pw_key_arg(s, k), &s->copy)) {
+		if (!was_there)
+			bpf_map_delete_elem(&pw_flows, twin_key);
+		return PW_FLOW_TABLE_FULL;
+	}
+	/* Claimed by a CPU that may not have found what is there now, see pw_flow_claim. */
+	if (!f->key_hash) {
+		pw_flow_delete(twin_key);
+		pw_flow_delete(&s->arg);
+		return PW_BUSY;
 	}
 	pw_new_delete(&s->arg);
 	pw_new_delete(twin_key);
-	return PW_MOVED;
-gone:
-	/* Another CPU was faster, and took its copy away; or else it is over. */
-	if (bpf_map_lookup_elem(&pw_flows, pw_key_arg(s, k)))
-		return PW_MOVED;
-	bpf_map_delete_elem(&pw_flows, twin_key);
-	return PW_FULL;
+	return PW_FLOW_CONFIRMED;
+}
+
+/* Moves a flow to pw_flows. k and f are the original direction's. */
+__noinline int pw_flow_confirm(const struct pw_flow_key *k, struct pw_flow *f)
+{
+	struct pw_scratch *s = pw_get_scratch();
+	int moved;
+
+	if (!k || !f || !s)
+		return PW_FLOW_TABLE_FULL;
+	if (!pw_flow_seize(f))
+		return PW_BUSY;
+	moved = pw_flow_move(s, k, f);
+	if (moved != PW_FLOW_CONFIRMED)
+		f->moving = 0;
+	return moved;
 }
 
 /* FIN and RST act on both entries of a flow. */
@@ -388,8 +428,8 @@ static __always_inline int pw_flow_touch(const struct pw_pkt *p, const struct pw
 		moved = pw_flow_confirm(&p->key, at);
 		if (moved == PW_HALF)
 			return -1;
-		pw_count(moved == PW_MOVED ? PW_FLOW_CONFIRMED : PW_FLOW_TABLE_FULL, p->hook, p->v6,
-			 len);
+		if (moved != PW_BUSY)
+			pw_count(moved, p->hook, p->v6, len);
 	}
 	if (p->key.proto == IPPROTO_TCP && (p->tcp_flags & (PW_TCP_FIN | PW_TCP_RST_BIT)))
 		pw_flow_tcp(&p->key, at, p->tcp_flags);

@@ -477,19 +477,21 @@ static __always_inline int pw_parse_from_stack(struct __sk_buff *skb, struct pw_
 	return err;
 }
 
-/* How long the packet says that it is, IP header included. */
-static __always_inline __u32 pw_packet_len(struct __sk_buff *skb, const struct pw_pkt *p)
+/* How long the packet says that it is, IP header included. Verified by itself. */
+__noinline __u32 pw_packet_len(struct __sk_buff *skb, const struct pw_pkt *p)
 {
 	__u32 have = skb->len - ETH_HLEN, len;
 	__be16 field;
 
+	if (!p)
+		return 0;
 	if (bpf_skb_load_bytes(skb,
 			       ETH_HLEN + (p->v6 ? offsetof(struct ipv6hdr, payload_len)
 						 : offsetof(struct iphdr, tot_len)),
 			       &field, sizeof(field)))
 		return 0;
 	len = bpf_ntohs(field);
-	if (!len) /* BIG TCP */
+	if (!len && skb->gso_size) /* BIG TCP */
 		return have;
 	if (p->v6)
 		len += sizeof(struct ipv6hdr);

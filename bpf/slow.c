@@ -122,10 +122,14 @@ static __always_inline int pw_try(struct __sk_buff *skb, struct pw_pkt *p, int l
 /* 0 or a reason. */
 static __always_inline int pw_slow(struct __sk_buff *skb, struct pw_pkt *p)
 {
-	int i, err;
+	int i, err, look;
 
 	/* What makes no flow is not looked up later. */
-	err = pw_try(skb, p, !p->missed || pw_never_creates(p));
+	look = !p->missed || pw_never_creates(p);
+	err = pw_try(skb, p, look);
+	/* Nor is what is refused: its flow may have been missed as it was moved. */
+	if (err > 0 && !look && pw_flow_find(&p->key))
+		err = PW_REVIEW_AGAIN;
 #pragma unroll
 	for (i = 1; i < PW_TRIES; i++) {
 		if (err == PW_REVIEW_AGAIN)

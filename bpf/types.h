@@ -239,7 +239,7 @@ struct pw_flow {
 	 */
 	__u16 entry;
 	__u8 frame;
-	__u8 pad;
+	__u8 moving; /* a CPU has begun to move the flow to pw_flows; in pw_flows: 0 */
 };
 PW_ASSERT_SIZE(struct pw_flow, 128);
 

@@ -121,7 +121,7 @@ func dropCases() []dropCase {
 		}},
 		{why: bpf.DpPwReasonPW_DROP_FLOW_INSERT, fire: func(w *world) *result {
 			w.crowded()
-			w.conn(40000).open()
+			w.conn(40000).send(syn).is(fwdTunnel, miss, created)
 			c := w.conn(40001)
 			c.send(syn).is(fwdTunnel, miss, created)
 			return w.conn(40002).send(syn)

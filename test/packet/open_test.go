@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/podweir/podweir/internal/bpf"
+	"github.com/podweir/podweir/internal/loader"
 	pwmaps "github.com/podweir/podweir/internal/maps"
 )
 
@@ -370,4 +371,81 @@ func TestMutualOpens(t *testing.T) {
 			t.Errorf("%d packets dropped of %d that lost a race, %d flows missing", dropped, lost, missing)
 		}
 	})
+}
+
+// With room for half a flow two CPUs confirm the same ones at once: each stays
+// whole where it is, though the one CPU's half makes room for the other's.
+func TestParallelConfirmsWithoutRoom(t *testing.T) {
+	const flows = 2000
+	both(t, func(t *testing.T, w *world) {
+		d, err := halfRoom()
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.datapath = d
+		w.fill()
+		o := newOpener(w, flows)
+		o.one(o.together(askSYN, 0), true)
+		o.answer()
+		for n := range 20 {
+			o.one(o.together(askACK, n), false)
+			o.whole(w.set.FlowsNew)
+			if left := dump(w, w.set.Flows); len(left) != 0 {
+				o.failf("round %d: %d entries of pw_flows are halves of flows", n, len(left))
+			}
+			if len(o.failed) > 0 {
+				t.Fatal(strings.Join(o.failed, "; "))
+			}
+		}
+		if n := o.counted(confirmed); n != 0 {
+			t.Errorf("%d flows confirmed", n)
+		}
+	})
+}
+
+// halfRoom is a datapath whose table of confirmed flows has room for one entry.
+var halfRoom = sync.OnceValues(func() (*datapath, error) {
+	return load(loader.Config{FlowsMax: 1, FlowsNewMax: 32768})
+})
+
+// A closed flow's tuple is opened again by one CPU while the other confirms the
+// old flow by a late ACK: whichever comes first, no direction is left alone.
+func TestConfirmDuringReuse(t *testing.T) {
+	const flows = 2000
+	both(t, func(t *testing.T, w *world) {
+		o := newOpener(w, flows)
+		for n := range 20 {
+			for i := range o.port {
+				o.port[i] = 0
+			}
+			o.one(o.together(askSYN, n), true)
+			o.answer()
+			o.close(0)
+			err := atOnce(flows, n*7, func(cpu, i int) error {
+				_, err := o.send(devClient, o.asks[[]int{askACK, askSYN}[cpu]][i])
+				return err
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			o.paired()
+			if len(o.failed) > 0 {
+				t.Fatalf("round %d: %s", n, strings.Join(o.failed, "; "))
+			}
+			clear(w, w.set.Flows)
+			clear(w, w.set.FlowsNew)
+		}
+	})
+}
+
+// paired checks that all that is in pw_flows is there with its other direction.
+func (o *opener) paired() {
+	o.w.t.Helper()
+	all := dump(o.w, o.w.set.Flows)
+	for k, f := range all {
+		back := flowKey{Src: f.Dst, Dst: f.Src, Sport: f.Dport, Dport: f.Sport, Proto: k.Proto}
+		if r, ok := all[back]; !ok || r.Src != k.Dst || r.Dst != k.Src {
+			o.failf("flow of port %d, flags %#x: its other direction is there: %v", k.Sport, f.Flags, ok)
+		}
+	}
 }

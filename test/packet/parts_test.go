@@ -74,6 +74,15 @@ func TestTooBig(t *testing.T) {
 				}
 			}
 		}
+		if w.f.v6 {
+			// Of nothing but its header, and what a link has put behind it.
+			pkt := frame{src: src, dst: dst, proto: protoGRE, payload: pattern(600)}.bytes(t)
+			copy(pkt[18:20], []byte{0, 0})
+			want := aboutPacket(pkt, [2]byte{3, 4}, [2]byte{2, 0}, partMTU)
+			if act, out := alone(t, p.PartTooBig, pkt); act != actRedirect || len(out) != 14+40+8+40 || !slices.Equal(out, want) {
+				t.Errorf("no payload: action %d\n got  %x\n want %x", act, out, want)
+			}
+		}
 		silent := map[string][]byte{
 			"error":     icmpError(t, src.Addr(), dst.Addr(), udp(dst, src).bytes(t)),
 			"multicast": whole(udp(src, ap(w.f.multicast, 80))),

@@ -268,3 +268,23 @@ func TestIsolationAtEveryHook(t *testing.T) {
 		}
 	})
 }
+
+// A packet that missed its flow, as one may while another CPU moves it from
+// table to table, is a packet of that flow, not one to be judged as a first.
+func TestMissedFlowIsNotRefused(t *testing.T) {
+	onOneCPU(t)
+	both(t, func(t *testing.T, w *world) {
+		fr := udp(ap(w.f.client, 40000), ap(w.f.local, podPort))
+		w.edit(w.f.local, func(e *maps.Endpoint) { e.PolicyIn = 7 })
+		w.policy(7, idClient, maps.PolicyAny, 0, 0, maps.VerdictAllow)
+		w.pod(devClient, fr).is(fwdLocal, miss, created)
+		// No generation moves: the flow stands, a first packet would not pass.
+		w.policy(7, idClient, maps.PolicyAny, 0, 0, maps.VerdictDeny)
+		other := fr
+		other.src = ap(w.f.client, 40001)
+		again := shot{hook: fromPod, dev: devClient, pkt: fr.bytes(t)}
+		w.shoot(again, w.objs.Slow).is(fwdLocal, miss, hitNew)
+		w.pod(devClient, fr).is(fwdLocal, hitNew)
+		w.pod(devClient, other).is(ingressDenied, miss)
+	})
+}

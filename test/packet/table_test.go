@@ -269,3 +269,33 @@ func (w *world) quick(dev string, pkt []byte) ([]byte, error) {
 	_, err := w.objs.FromPod.Run(&opts)
 	return opts.DataOut, err
 }
+
+// An original that has joined a reply entry of an earlier flow, which was
+// confirmed, is moved to it. Without room it stays, and so does that entry.
+func TestConfirmBesideReply(t *testing.T) {
+	both(t, func(t *testing.T, w *world) {
+		w.crowded()
+		c := w.conn(40000)
+		c.send(syn).is(fwdTunnel, miss, created)
+		c.reply(syn|ack).is(fwdLocal, hitNew)
+		reply := w.entry(c.answer).Flow
+		reply.Flags |= uint8(bpf.DpPwFlowFlagsPW_F_CONFIRMED)
+		del(w, w.set.FlowsNew, c.answer.key())
+		put(w, w.set.Flows, c.answer.key(), reply)
+		others := []maps.FlowKey{{Sport: 1}, {Sport: 2}}
+		for _, k := range others {
+			put(w, w.set.Flows, k, maps.Flow{})
+		}
+		c.send(ack).is(fwdTunnel, hitNew, tableFull)
+		if w.entry(c.out).confirmed || !w.entry(c.answer).confirmed {
+			t.Fatal("the original is confirmed, or the reply no more")
+		}
+		del(w, w.set.Flows, others[0])
+		c.send(ack).is(fwdTunnel, hitNew, confirmed)
+		if !w.entry(c.out).confirmed || !w.entry(c.answer).confirmed {
+			t.Fatal("half of the flow is confirmed")
+		}
+		c.send(ack).is(fwdTunnel, hit)
+		c.reply(ack).is(fwdLocal, hit)
+	})
+}
