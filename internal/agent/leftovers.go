@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/cilium/statedb"
@@ -142,10 +143,11 @@ func (w *strangerWatch) look(a *Agent) {
 }
 
 // strangers are the pods that run on this node with an address and without an
-// endpoint, by name.
+// endpoint, by name. While its sandbox is gone and cannot be made, a pod is said
+// to run with the address it had: a condition tells that it has no sandbox.
 func (a *Agent) strangers(txn statedb.ReadTxn) (out []*corev1.Pod) {
 	for p := range a.tables.Pods.List(txn, table.PodsByNode(a.opt.NodeName)) {
-		if p.Spec.HostNetwork || p.Status.Phase != corev1.PodRunning || !p.DeletionTimestamp.IsZero() || len(table.PodIPs(p)) == 0 {
+		if p.Spec.HostNetwork || p.Status.Phase != corev1.PodRunning || !p.DeletionTimestamp.IsZero() || len(table.PodIPs(p)) == 0 || withoutSandbox(p) {
 			continue
 		}
 		if a.world.local.pods[types.NamespacedName{Namespace: p.Namespace, Name: p.Name}] == nil {
@@ -153,4 +155,10 @@ func (a *Agent) strangers(txn statedb.ReadTxn) (out []*corev1.Pod) {
 		}
 	}
 	return out
+}
+
+func withoutSandbox(p *corev1.Pod) bool {
+	return slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.PodReadyToStartContainers && c.Status == corev1.ConditionFalse
+	})
 }

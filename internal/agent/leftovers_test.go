@@ -120,7 +120,10 @@ func TestPodsOfAnotherPlugin(t *testing.T) {
 	host, ends, ended, starts := testPod("host", "node-a", "172.31.0.2", nil), testPod("ends", "node-a", "10.9.0.2", nil),
 		testPod("ended", "node-a", "10.9.0.3", nil), testPod("starts", "node-a", "", nil)
 	host.Spec.HostNetwork, ends.DeletionTimestamp, ended.Status.Phase = true, &now, corev1.PodSucceeded
-	b.put(host, ends, ended, starts, testPod("old", "node-a", "10.9.0.4", nil))
+	rebooted, old := testPod("rebooted", "node-a", "10.9.0.5", nil), testPod("old", "node-a", "10.9.0.4", nil)
+	rebooted.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodReadyToStartContainers, Status: corev1.ConditionFalse}}
+	old.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodReadyToStartContainers, Status: corev1.ConditionTrue}}
+	b.put(host, ends, ended, starts, rebooted, old)
 	b.put(testPod("plugged", "node-a", "10.244.80.65", nil))
 	b.done()
 	if err := b.a.eps.Up(t.Context(), testEndpoint("plugged", "", "10.244.80.65")); err != nil {

@@ -15,6 +15,7 @@ type Device struct {
 	Name, Kind string // veth, bridge, vxlan, ...
 	Master     string // the bridge that it is a port of
 	Port       int    // UDP, of one of kind vxlan
+	Up         bool
 	Addrs      []netip.Addr
 }
 
@@ -56,23 +57,28 @@ func podOf(d Device) string {
 	return ""
 }
 
-func deviceTroubles(devices []Device) (out []Trouble) {
+func deviceTroubles(devices []Device, ranges []netip.Prefix) (out []Trouble) {
 	pods := map[string][]string{} // by whose they are
 	for _, d := range devices {
 		whose, is := known()[d.Name]
-		remove := "on the node: ip link delete " + d.Name + "; or reboot it"
+		remove := "on the node: ip link delete dev " + quote(d.Name) + "; or reboot it"
 		switch pod := podOf(d); {
 		case pod != "":
 			pods[pod] = append(pods[pod], d.Name)
-		case d.Kind == "vxlan" && d.Port == node.OverlayPort && d.Name != node.OverlayName:
+		// While it is down it does not have the port.
+		case d.Kind == "vxlan" && d.Up && d.Port == node.OverlayPort && d.Name != node.OverlayName:
 			if !is {
 				whose = "another program"
 			}
 			out = append(out, Trouble{"Device " + d.Name, fmt.Sprintf("the tunnel of %s has UDP port %d: podweir's cannot be up beside it", whose, node.OverlayPort), remove})
-		// Without an address it is the kernel's own.
-		case d.Name == "tunl0" && len(d.Addrs) > 0:
-			out = append(out, Trouble{"Device tunl0", fmt.Sprintf("it has the address %s, as Calico gives it one: this node takes it for its own, and calls others under it", d.Addrs[0]),
-				"on the node: ip addr flush dev tunl0; or reboot it"})
+		// The device is the kernel's own, and others balance services with it.
+		case d.Name == "tunl0":
+			for _, addr := range d.Addrs {
+				if within(netip.PrefixFrom(addr, addr.BitLen()), ranges).IsValid() {
+					out = append(out, Trouble{"Device tunl0", fmt.Sprintf("it has the address %s, as Calico gives it one: this node takes it for its own, and calls others under it", addr),
+						fmt.Sprintf("on the node: ip addr flush dev tunl0 to %s; or reboot it", addr)})
+				}
+			}
 		case strings.HasPrefix(whose, "Cilium"):
 			out = append(out, Trouble{"Device " + d.Name, "a device of Cilium is there, and its programs may be on others, where they take packets before podweir",
 				"reboot the node once Cilium's DaemonSet is gone"})
@@ -93,17 +99,30 @@ func deviceTroubles(devices []Device) (out []Trouble) {
 	return out
 }
 
+// within is the range that has all of p; none is the zero Prefix.
+func within(p netip.Prefix, ranges []netip.Prefix) netip.Prefix {
+	i := slices.IndexFunc(ranges, func(r netip.Prefix) bool { return r.Contains(p.Addr()) && p.Bits() >= r.Bits() })
+	if i < 0 {
+		return netip.Prefix{}
+	}
+	return ranges[i]
+}
+
 // routeTroubles are about routes inside the ranges of pods: the longer prefix
 // wins, and where it is as long podweir's own cannot be added.
 func routeTroubles(routes []Route, ranges []netip.Prefix) []Trouble {
 	var list, commands []string
 	for _, r := range routes {
-		inside := slices.ContainsFunc(ranges, func(p netip.Prefix) bool { return p.Contains(r.Dst.Addr()) && r.Dst.Bits() >= p.Bits() })
-		if !inside || r.Protocol != protoBird && r.Protocol != protoFelix || strings.HasPrefix(r.Device, "cali") {
+		in := within(r.Dst, ranges)
+		if !in.IsValid() || r.Protocol != protoBird && r.Protocol != protoFelix || strings.HasPrefix(r.Device, "cali") {
 			continue
 		}
 		list = append(list, r.Dst.String())
-		if c := fmt.Sprintf("ip %sroute flush proto %d", map[bool]string{true: "-6 "}[r.Dst.Addr().Is6()], r.Protocol); !slices.Contains(commands, c) {
+		// BIRD may be the node's own, too, which has its default route from
+		// there: others' routes stay. All nodes' ranges one by one are too many
+		// to print.
+		c := fmt.Sprintf("ip %sroute flush root %v proto %d", map[bool]string{true: "-6 "}[in.Addr().Is6()], around(in), r.Protocol)
+		if !slices.Contains(commands, c) {
 			commands = append(commands, c)
 		}
 	}
@@ -112,4 +131,22 @@ func routeTroubles(routes []Route, ranges []netip.Prefix) []Trouble {
 	}
 	return []Trouble{{"Route " + andMore(list), "routes of Calico lead into the ranges of pods: what this host sends there takes them, and not podweir's",
 		"end calico-node, then on the node: " + strings.Join(commands, "; ") + "; or reboot it"}}
+}
+
+// around is a network that the ranges of one cluster's nodes are likely to share.
+func around(p netip.Prefix) netip.Prefix {
+	bits := 16
+	if p.Addr().Is6() {
+		bits = 48
+	}
+	return netip.PrefixFrom(p.Addr(), min(bits, p.Bits())).Masked()
+}
+
+// quote makes one word of a name for a shell. A device's may have any characters
+// but blanks, slashes and colons.
+func quote(name string) string {
+	if regexp.MustCompile(`^[A-Za-z0-9_.@-]+$`).MatchString(name) {
+		return name
+	}
+	return "'" + strings.ReplaceAll(name, "'", `'\''`) + "'"
 }

@@ -3,6 +3,7 @@ package oldcni
 import (
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"runtime"
 
@@ -24,7 +25,7 @@ type Trouble struct{ Object, Text, WayOut string }
 
 // Troubles are what there is to say; ranges are those of all nodes' pods.
 func (v View) Troubles(ranges []netip.Prefix) []Trouble {
-	out := deviceTroubles(v.Devices)
+	out := deviceTroubles(v.Devices, ranges)
 	out = append(out, routeTroubles(v.Routes, ranges)...)
 	return append(out, ruleTroubles(v.Tables)...)
 }
@@ -46,7 +47,7 @@ func Look() (v View, err error) {
 		names[l.Attrs().Index] = l.Attrs().Name
 	}
 	for _, l := range links {
-		d := Device{Name: l.Attrs().Name, Kind: l.Type(), Master: names[l.Attrs().MasterIndex]}
+		d := Device{Name: l.Attrs().Name, Kind: l.Type(), Master: names[l.Attrs().MasterIndex], Up: l.Attrs().Flags&net.FlagUp != 0}
 		if x, ok := l.(*netlink.Vxlan); ok {
 			d.Port = x.Port
 		}

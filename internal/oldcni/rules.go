@@ -12,9 +12,9 @@ import (
 // owner is who made rules, and what they do when nobody keeps them any more.
 type owner struct {
 	name string
-	// chains in tables of iptables, as grep and regexp both read them.
+	// chains in tables of iptables, as sed and regexp both read them.
 	chains string
-	// lines are other lines of its own in what iptables-save prints.
+	// lines are other rules of its own in what iptables-save prints.
 	lines string
 	// tables of nftables, as "FAMILY NAME".
 	tables []string
@@ -25,7 +25,7 @@ const decide = "they go on deciding about what this host sends and gets, by addr
 
 func owners() []owner {
 	return []owner{
-		{name: "Calico", chains: "cali-", lines: "cali:", tables: []string{"ip calico", "ip6 calico"},
+		{name: "Calico", chains: "cali-", lines: ` --comment "?cali:`, tables: []string{"ip calico", "ip6 calico"},
 			hurts: "they go on deciding about what this host sends and gets, and drop the tunnel's packets of nodes that Calico did not know"},
 		{name: "flannel", chains: "FLANNEL-", tables: []string{"ip flannel-ipv4", "ip6 flannel-ipv6"},
 			hurts: "what this host sends to pods of other nodes may leave under another of its addresses"},
@@ -63,7 +63,7 @@ func ruleTroubles(tables []netfilter.Table) (out []Trouble) {
 					continue
 				}
 				object += ", chain " + andMore(chains)
-				way = o.filter(t)
+				way = o.remove(t)
 			}
 			text := "rules of " + o.name + " are there: " + o.hurts
 			if strings.HasPrefix(o.name, "the plugin") {
@@ -75,15 +75,19 @@ func ruleTroubles(tables []netfilter.Table) (out []Trouble) {
 	return out
 }
 
-// filter is the command that writes a table of iptables anew without what is
-// this owner's; counters begin at 0.
-func (o owner) filter(t netfilter.Table) string {
+// remove is the command that takes what is this owner's out of a table of
+// iptables, at once or not at all. Everything else stays as it is, counters, and
+// rules of nft that iptables cannot show, too: the script empties chains, deletes
+// what leads to them, and then them.
+func (o owner) remove(t netfilter.Table) string {
 	program := strings.Replace(t.Kind, "iptables", map[string]string{"ip": "iptables", "ip6": "ip6tables"}[t.Family], 1)
-	pattern := o.chains
+	own := "(" + o.chains + ")"
+	to := " -[jg] " + own
 	if o.lines != "" {
-		pattern += "|" + o.lines
+		to = "(" + to + "|" + o.lines + ")"
 	}
-	return fmt.Sprintf("%s-save -t %s | grep -vE '%s' | %s-restore -T %s", program, t.Name, pattern, program, t.Name)
+	script := "/^[*]/p; /^:" + own + `/{p; s/^:([^ ]*).*/-X \1/; H}; /^-A ` + own + "/d; s/^-A (.*" + to + `.*)/-D \1/p; /^COMMIT/{x; G; p}`
+	return fmt.Sprintf("%s-save -t %s | sed -nE '%s' | %s-restore --noflush", program, t.Name, script, program)
 }
 
 // andMore names the first, and how many there are besides.

@@ -56,6 +56,12 @@ func trimPod(p *corev1.Pod) *corev1.Pod {
 	out.Status.Phase = p.Status.Phase
 	out.Status.PodIP = p.Status.PodIP
 	out.Status.PodIPs = p.Status.PodIPs
+	for _, c := range p.Status.Conditions {
+		// Hardly a pod has it, and others are read by nobody.
+		if c.Type == corev1.PodReadyToStartContainers && c.Status == corev1.ConditionFalse {
+			out.Status.Conditions = []corev1.PodCondition{{Type: c.Type, Status: c.Status}}
+		}
+	}
 	return out
 }
 

@@ -82,15 +82,18 @@ func TestTrimDropsTheRest(t *testing.T) {
 	few.Labels = nil // of services and slices those that they are read by
 	always := corev1.ContainerRestartPolicyAlways
 	ports := []corev1.ContainerPort{{Name: "http", ContainerPort: 8080}}
+	lacks := corev1.PodCondition{Type: corev1.PodReadyToStartContainers, Status: corev1.ConditionFalse, Message: "m", Reason: "r"}
 	pod := &corev1.Pod{ObjectMeta: om, Spec: corev1.PodSpec{
 		NodeName: "a", HostNetwork: true, ServiceAccountName: "x", Volumes: []corev1.Volume{{Name: "v"}}, Tolerations: []corev1.Toleration{{Key: "k"}},
 		InitContainers: []corev1.Container{{Name: "once", Ports: ports}, {Name: "beside", Image: "i", Ports: ports, RestartPolicy: &always}},
 		Containers:     []corev1.Container{{Name: "c", Image: "i", Env: []corev1.EnvVar{{Name: "E"}}, Args: []string{"a"}, Ports: ports}, {Name: "no-ports", Image: "i"}},
 	}, Status: corev1.PodStatus{
 		Phase: corev1.PodRunning, PodIP: "10.244.80.65", PodIPs: []corev1.PodIP{{IP: "10.244.80.65"}}, HostIP: "172.31.0.2", Message: "m",
-		Conditions: []corev1.PodCondition{{Type: corev1.PodReady}}, ContainerStatuses: []corev1.ContainerStatus{{Name: "c"}},
+		Conditions: []corev1.PodCondition{{Type: corev1.PodReady}, {Type: lacks.Type, Status: corev1.ConditionTrue}}, ContainerStatuses: []corev1.ContainerStatus{{Name: "c"}},
 	}}
 	for _, c := range []struct{ got, want any }{
+		{trimPod(&corev1.Pod{Status: corev1.PodStatus{Conditions: []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse}, lacks}}}),
+			&corev1.Pod{Status: corev1.PodStatus{Conditions: []corev1.PodCondition{{Type: lacks.Type, Status: lacks.Status}}}}},
 		{trimPod(pod), &corev1.Pod{ObjectMeta: want, Spec: corev1.PodSpec{
 			NodeName: "a", HostNetwork: true,
 			InitContainers: []corev1.Container{{Name: "beside", Ports: ports, RestartPolicy: &always}},
