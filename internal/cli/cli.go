@@ -133,7 +133,7 @@ func (s *session) command() *cobra.Command {
 
 States are read from the pinned maps, names from the agent. Without the agent
 every command but monitor works, with numbers and addresses in place of names,
-or with those that the API server knows, by --kubeconfig.
+or, where a command has --kubeconfig, with those that the API server knows.
 
 Exit status: 0 done, 1 failed, 2 wrong usage, 3 no maps under --bpffs,
 4 no permission to read them.`,

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -60,16 +61,20 @@ func (n *names) complete(ctx context.Context, c Cluster, m Maps, warn func(error
 		}
 		return err == nil
 	}
-	pods := map[string][]netip.Addr{}
+	var pods []*corev1.Pod
 	if read("Pod", func(o metav1.Object) {
 		if p, ok := o.(*corev1.Pod); ok && !p.Spec.HostNetwork && p.Status.Phase != corev1.PodSucceeded && p.Status.Phase != corev1.PodFailed {
-			pods[podName(p.Namespace, p.Name)] = objects.PodIPs(p)
+			pods = append(pods, p)
 		}
 	}) {
-		n.everyPod = pods
+		n.everyPod = map[string][]netip.Addr{}
+		for _, p := range pods {
+			n.everyPod[podName(p.Namespace, p.Name)] = objects.PodIPs(p)
+		}
 	}
-	for name, addrs := range pods {
-		n.addPod(name, addrs)
+	slices.SortFunc(pods, heirFirst)
+	for _, p := range pods {
+		n.addPod(podName(p.Namespace, p.Name), objects.PodIPs(p))
 	}
 	if n.down == nil {
 		return nil
@@ -90,6 +95,21 @@ func (n *names) complete(ctx context.Context, c Cluster, m Maps, warn func(error
 		}
 	})
 	return errors.Join(n.completeEndpoints(m), n.completeServices(m, frontends), n.completeNodes(m, nodes))
+}
+
+// heirFirst puts a pod before one that is being deleted, whose address it may
+// have by now, and a younger before an older one.
+func heirFirst(a, b *corev1.Pod) int {
+	switch aGoes, bGoes := a.DeletionTimestamp != nil, b.DeletionTimestamp != nil; {
+	case aGoes && !bGoes:
+		return 1
+	case bGoes && !aGoes:
+		return -1
+	}
+	if c := b.CreationTimestamp.Compare(a.CreationTimestamp.Time); c != 0 {
+		return c
+	}
+	return strings.Compare(podName(a.Namespace, a.Name), podName(b.Namespace, b.Name))
 }
 
 // completeEndpoints names the pods of this node.

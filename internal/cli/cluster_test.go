@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"net/http"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -141,5 +142,37 @@ func TestKubeconfig(t *testing.T) {
 	}
 	if _, err := DialCluster(file + "-none"); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("a file that is not there: %v", err)
+	}
+}
+
+// P10: an address that two pods have is that of the one that stays, and of the
+// one made last.
+func TestHeirFirst(t *testing.T) {
+	pod := func(name string, made int64, deleted bool) *corev1.Pod {
+		p := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name, CreationTimestamp: metav1.Unix(made, 0)}}
+		p.Status.PodIPs = []corev1.PodIP{{IP: "10.244.80.65"}}
+		if deleted {
+			now := metav1.Unix(100, 0)
+			p.DeletionTimestamp = &now
+		}
+		return p
+	}
+	for name, c := range map[string]struct {
+		pods []metav1.Object
+		want string
+	}{
+		"one goes":             {[]metav1.Object{pod("a", 2, true), pod("b", 1, false)}, "default/b"},
+		"one is younger":       {[]metav1.Object{pod("a", 1, false), pod("b", 2, false)}, "default/b"},
+		"both go":              {[]metav1.Object{pod("a", 1, true), pod("b", 2, true)}, "default/b"},
+		"made in one second":   {[]metav1.Object{pod("b", 1, false), pod("a", 1, false)}, "default/a"},
+		"the first, otherwise": {[]metav1.Object{pod("b", 2, false), pod("a", 1, false)}, "default/b"},
+	} {
+		n := askNames(t.Context(), fakeAgent{}, func(uint32) string { return "" }, "", func(error) {})
+		if err := n.complete(t.Context(), fakeCluster{"Pod": c.pods}, planMaps(), func(error) {}); err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		if got := n.pods[netip.MustParseAddr("10.244.80.65")]; got != c.want {
+			t.Errorf("%s: the address is that of %s, want %s", name, got, c.want)
+		}
 	}
 }

@@ -32,6 +32,7 @@ func TestTestAll(t *testing.T) {
 		"a sum alone says": {[]string{"SUM_testsum=2 passed, 1 failed, 0 skipped"}, 0, "7 passed, 1 failed, 1 skipped", 1},
 		"no sum":           {[]string{"SUM_make=cut off"}, 0, "3 passed, 1 failed, 0 skipped", 1},
 		"nothing is built": {[]string{"RC_deps=1"}, 0, "8 passed, 1 failed, 1 skipped", 1},
+		"no older image":   {[]string{"RC_older=1"}, 0, "8 passed, 1 failed, 1 skipped", 1},
 		"no way down":      {[]string{"RC_down=1"}, 0, "8 passed, 1 failed, 1 skipped", 1},
 		"TERM":             {[]string{"HANG=1"}, syscall.SIGTERM, "5 passed, 1 failed, 1 skipped", 143},
 		"INT":              {[]string{"HANG=1"}, syscall.SIGINT, "5 passed, 1 failed, 1 skipped", 130},
@@ -39,11 +40,12 @@ func TestTestAll(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
 			for file, text := range map[string]string{
-				"tools/test-all.sh": string(script),
-				"tools/deps.sh":     "exit ${RC_deps:-0}",
-				"path/make":         "echo \"${SUM_make-5 passed, 0 failed, 1 skipped}\"; exit ${RC_make:-0}",
-				"bin/testsum":       "[[ -n ${HANG:-} ]] && { echo hangs; sleep 20; }; echo \"${SUM_testsum-3 passed, 0 failed, 0 skipped}\"",
-				"bin/pw-cluster":    "echo \"$1 $PODWEIR_CLUSTER_NAME\" >> log; [[ $1 != down ]] || exit ${RC_down:-0}",
+				"tools/test-all.sh":    string(script),
+				"tools/deps.sh":        "exit ${RC_deps:-0}",
+				"tools/older-image.sh": "exit ${RC_older:-0}",
+				"path/make":            "echo \"${SUM_make-5 passed, 0 failed, 1 skipped}\"; exit ${RC_make:-0}",
+				"bin/testsum":          "[[ -n ${HANG:-} ]] && { echo hangs; sleep 20; }; echo \"${SUM_testsum-3 passed, 0 failed, 0 skipped}\"",
+				"bin/pw-cluster":       "echo \"$1 $PODWEIR_CLUSTER_NAME\" >> log; [[ $1 != down ]] || exit ${RC_down:-0}",
 			} {
 				path := filepath.Join(dir, file)
 				if !strings.HasPrefix(text, "#!") {
