@@ -9,6 +9,8 @@ import (
 	"os"
 	"path/filepath"
 
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/features"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -333,7 +335,24 @@ func (n *node) start(ctx context.Context) error {
 	for _, p := range n.pods {
 		errs = append(errs, dp.AttachPod(ctx, p.ifindex, p.device))
 	}
-	return errors.Join(errs...)
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	_, err = dp.Verify(ctx)
+	return errors.Join(err, n.guarded())
+}
+
+// guarded: what passes from_pod by is dropped on kernels that can.
+func (n *node) guarded() error {
+	if features.HaveProgramType(ebpf.Netfilter) != nil {
+		return nil
+	}
+	for _, name := range []string{"guard-4", "guard-6"} {
+		if _, err := os.Stat(filepath.Join(n.bpffs, "links", name)); err != nil {
+			return fmt.Errorf("the guard is not attached: %w", err)
+		}
+	}
+	return nil
 }
 
 func (n *node) maps() maps.Set { return n.dp.Maps() }
