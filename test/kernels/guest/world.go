@@ -9,8 +9,6 @@ import (
 	"os"
 	"path/filepath"
 
-	"github.com/cilium/ebpf"
-	"github.com/cilium/ebpf/features"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -339,14 +337,11 @@ func (n *node) start(ctx context.Context) error {
 		return err
 	}
 	_, err = dp.Verify(ctx)
-	return errors.Join(err, n.guarded())
+	return err
 }
 
 // guarded: what passes from_pod by is dropped on kernels that can.
 func (n *node) guarded() error {
-	if features.HaveProgramType(ebpf.Netfilter) != nil {
-		return nil
-	}
 	for _, name := range []string{"guard-4", "guard-6"} {
 		if _, err := os.Stat(filepath.Join(n.bpffs, "links", name)); err != nil {
 			return fmt.Errorf("the guard is not attached: %w", err)
