@@ -37,6 +37,13 @@ static __always_inline int pw_pass(struct __sk_buff *skb, const struct pw_pkt *p
 	return PW_NEXT;
 }
 
+/* Passed to the stack by the hook of a pod's veth, which the guard asks for. */
+static __always_inline void pw_tell_judged(struct __sk_buff *skb, const struct pw_pkt *p)
+{
+	if (p->hook == PW_FROM_POD)
+		skb->priority = PW_JUDGED;
+}
+
 static __always_inline int pw_is_ingress(const struct pw_pkt *p)
 {
 	return p->hook == PW_FROM_POD || p->hook == PW_FROM_NETDEV || p->hook == PW_FROM_OVERLAY;
@@ -196,6 +203,7 @@ static __always_inline int pw_to_host(struct __sk_buff *skb, struct pw_pkt *p,
 		if (!pw_is_ingress(p))
 			return pw_drop(skb, p, PW_DROP_NO_ROUTE);
 		pw_count(PW_FWD_HOST, p->hook, p->v6, skb->len);
+		pw_tell_judged(skb, p);
 		pw_make_ours(skb);
 		return PW_NEXT;
 	}

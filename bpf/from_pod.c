@@ -15,7 +15,9 @@ int from_pod(struct __sk_buff *skb)
 	if (err)
 		return pw_drop(skb, &p, err);
 	/* The link's own traffic: the host side answers or ignores it. */
-	if (p.kind == PW_KIND_LINK)
+	if (p.kind == PW_KIND_LINK) {
+		pw_tell_judged(skb, &p);
 		return pw_pass(skb, &p);
+	}
 	return pw_follow(skb, &p);
 }

@@ -27,6 +27,7 @@ int from_pod_judge(struct __sk_buff *skb)
 		return pw_drop(skb, &p, err);
 	if (p.kind == PW_KIND_LINK) {
 		pw_stay(skb, &p);
+		pw_tell_judged(skb, &p);
 		return pw_pass(skb, &p);
 	}
 	s = pw_get_scratch();

@@ -101,9 +101,18 @@ enum pw_reason {
 	PW_DROP_FRAGMENT_BEFORE_FIRST = 66, /* a fragment ahead of the one that has the ports */
 	PW_DROP_POD_IPIP = 67, /* a pod sending IPv4 in IPv4 to a node */
 	PW_DROP_CONGESTED = 68, /* marked so outside, and the inner packet cannot say it */
+	PW_DROP_UNJUDGED = 69, /* a pod's, on its way up the stack, that from_pod has not seen */
 
 	PW_REASON_MAX = 128,
 };
+
+/*
+ * skb->priority of what from_pod has passed to the stack, see guard.c. The
+ * kernel zeroes it, as it does the mark, where a packet leaves a namespace;
+ * unlike the mark, nobody looks at it on the way to a socket. The low bits,
+ * which some queues do read, say best effort.
+ */
+#define PW_JUDGED 0x70770000
 
 /* Where a packet was seen; part of the index of pw_metrics. */
 enum pw_hook {

@@ -31,4 +31,5 @@ compile() { # folder, package, name, source, options
 		-I"/usr/include/$(uname -m)-linux-gnu"
 }
 compile internal/bpf bpf Dp podweir.c "${args[@]}"
+compile internal/bpf bpf Guard guard.c
 compile test/packet/parts parts Parts parts.c

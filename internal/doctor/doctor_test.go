@@ -239,7 +239,7 @@ func TestChecks(t *testing.T) {
 				Devices: []oldcni.Device{{Name: "cni0", Kind: "bridge"}},
 				Routes:  []oldcni.Route{{Dst: netip.MustParsePrefix("10.244.158.64/26"), Device: "eth0", Protocol: 80}},
 			}
-		}, []string{"warn leftovers|Device cni0|ip link delete cni0", "warn leftovers|Route 10.244.158.64/26|calico-node", "warn leftovers|iptables-nft, table ip filter, chain cali-INPUT|grep -vE"}},
+		}, []string{"warn leftovers|Device cni0|ip link delete dev cni0", "warn leftovers|Route 10.244.158.64/26|calico-node", "warn leftovers|iptables-nft, table ip filter, chain cali-INPUT|iptables-nft-restore --noflush"}},
 		{"another plugin's that cannot be read", func(h *fakeHost, _ *Facts) { h.viewErr = errors.New("CAP_NET_ADMIN") }, []string{"warn leftovers|another CNI plugin may have left cannot be read: CAP_NET_ADMIN"}},
 		{"filtered", func(h *fakeHost, f *Facts) {
 			f.Status.Devices[3].Filters, h.programs[9] = "filters", []string{"from_pod_judge", "to_pod"}

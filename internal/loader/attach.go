@@ -300,7 +300,9 @@ func (d *Datapath) Verify(ctx context.Context) ([]string, error) {
 	}
 	made, fragErr := d.verifyReassembly()
 	repaired = append(repaired, made...)
-	errs = append(errs, err, fragErr, d.pinCalls(d.objs.PwCalls), d.dropCalls())
+	guarded, guardErr := d.verifyGuard()
+	repaired = append(repaired, guarded...)
+	errs = append(errs, err, fragErr, guardErr, d.pinCalls(d.objs.PwCalls), d.dropCalls())
 	return repaired, errors.Join(errs...)
 }
 
@@ -313,8 +315,8 @@ func (d *Datapath) adoptLinks(ctx context.Context) error {
 		return fmt.Errorf("list pinned links: %w", err)
 	}
 	for _, e := range entries {
-		if isFragPin(e.Name()) {
-			continue // not ours to replace, see ensureReassembly
+		if isFragPin(e.Name()) || isGuardPin(e.Name()) {
+			continue // not ours to replace, see ensureReassembly and verifyGuard
 		}
 		path := filepath.Join(dir, e.Name())
 		key, ok := parsePin(e.Name())

@@ -96,7 +96,7 @@ func Pinned(bpffs string) (map[int][]string, error) {
 	}
 	out := make(map[int][]string)
 	for _, e := range entries {
-		if key, ok := parsePin(e.Name()); ok {
+		if key, ok := parsePin(e.Name()); ok && !isGuardPin(e.Name()) {
 			out[key.ifindex] = append(out[key.ifindex], key.hook.program)
 		}
 	}

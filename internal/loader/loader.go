@@ -64,6 +64,9 @@ type Datapath struct {
 	sockets      map[socketHook]link.Link
 	frag         fragPrograms
 	noReassembly bool // this kernel cannot
+	guard        *ebpf.Program
+	noGuard      bool // this kernel cannot
+	guarded      bool // the guard has been attached, or found so
 	behind       bool // some hooks have programs of before the last reload
 }
 
@@ -291,6 +294,10 @@ func (d *Datapath) Close() error {
 		errs = append(errs, l.Close())
 	}
 	d.sockets = make(map[socketHook]link.Link)
+	if d.guard != nil {
+		errs = append(errs, d.guard.Close())
+		d.guard = nil
+	}
 	return errors.Join(append(errs, d.frag.close(), d.objs.Close())...)
 }
 
@@ -357,7 +364,7 @@ func (d *Datapath) dropIncompatible(spec *ebpf.CollectionSpec) error {
 // bpffs folder: links (which detaches), filters, maps, the folder itself. A
 // folder that is not there is no error.
 func Cleanup(bpffs string) error {
-	errs := []error{removeReassembly(bpffs)}
+	errs := []error{removeGuard(bpffs), removeReassembly(bpffs)}
 	if _, err := os.Stat(bpffs); errors.Is(err, os.ErrNotExist) {
 		return errors.Join(append(errs, removeFilters())...)
 	}

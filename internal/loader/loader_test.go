@@ -230,10 +230,10 @@ func TestVerifyPinsAgain(t *testing.T) {
 	}
 }
 
-// devicePins are the pinned links to devices, but for those of the reassembly.
+// devicePins are the pinned links to devices, but for those of the reassembly and the guard.
 func devicePins(t *testing.T, cfg Config) []string {
 	return slices.DeleteFunc(ls(t, linksDir(cfg.BPFFS)), func(name string) bool {
-		return isFragPin(name) || strings.HasSuffix(name, "-"+hookFromFrag.program)
+		return isFragPin(name) || isGuardPin(name) || strings.HasSuffix(name, "-"+hookFromFrag.program)
 	})
 }
 

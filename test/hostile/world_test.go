@@ -42,6 +42,7 @@ type world struct {
 	c   *cluster.Cluster
 	set map[string]maps.Set
 
+	mark     int // of what the villain sends, see slipPast
 	streams  []*cluster.Stream
 	captures map[string]*cluster.Capture // of the pods' interfaces
 }
@@ -172,6 +173,7 @@ func (w *world) unharmed() {
 		w.must(err)
 		if r.Lost > 0 || r.Error != "" {
 			w.Errorf("flow %d was harmed: %+v", i, r)
+			w.drops("node-a")
 		}
 	}
 	for name, c := range w.captures {
@@ -272,6 +274,11 @@ func (w *world) send(from string, frames ...[]byte) {
 			return err
 		}
 		defer unix.Close(fd)
+		if w.mark != 0 && from == "villain" {
+			if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_MARK, w.mark); err != nil {
+				return fmt.Errorf("mark what %s sends: %w", from, err)
+			}
+		}
 		for _, f := range frames {
 			to := &unix.SockaddrLinklayer{Ifindex: ifi.Index, Protocol: binary.NativeEndian.Uint16(f[12:14])}
 			if err := unix.Sendto(fd, f, 0, to); err != nil {
@@ -399,7 +406,18 @@ func (w *world) fromWire(node string, v6 bool, ls ...gopacket.SerializableLayer)
 // vxlan is a frame to a node's tunnel port, from an outer address of choice.
 func (w *world) vxlan(outer netip.Addr, node string, id uint32, innerV6 bool, ls ...gopacket.SerializableLayer) []byte {
 	w.Helper()
+	return w.fromWire(node, outer.Is6(), w.tunnelled(outer, node, id, innerV6, ls...)...)
+}
+
+// vxlanByPod is the same, of our network, sent by a pod.
+func (w *world) vxlanByPod(pod string, outer netip.Addr, node string, innerV6 bool, ls ...gopacket.SerializableLayer) []byte {
+	w.Helper()
+	return w.fromPod(pod, outer.Is6(), w.tunnelled(outer, node, vni, innerV6, ls...)...)
+}
+
+func (w *world) tunnelled(outer netip.Addr, node string, id uint32, innerV6 bool, ls ...gopacket.SerializableLayer) []gopacket.SerializableLayer {
+	w.Helper()
 	inner := build(append([]gopacket.SerializableLayer{ether(net.HardwareAddr{2, 'p', 'w', 0, 0, 1}, w.mac(node, "podweir.vxlan"), innerV6)}, ls...)...)
 	head := []byte{8, 0, 0, 0, byte(id >> 16), byte(id >> 8), byte(id), 0}
-	return w.fromWire(node, outer.Is6(), udp(ap(outer, 55555), ap(w.addr(node, outer.Is6()), 4789), append(head, inner...))...)
+	return udp(ap(outer, 55555), ap(w.addr(node, outer.Is6()), 4789), append(head, inner...))
 }

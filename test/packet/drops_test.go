@@ -175,9 +175,10 @@ func swap32(v uint32) uint32 { return bits.ReverseBytes32(v) }
 // notProvoked lists the reasons that no packet brings about, and why.
 func notProvoked() map[reason]string {
 	return map[reason]string{
-		bpf.DpPwReasonPW_DROP_HELPER:  "a kernel helper refuses what was checked before: only a bug does that",
-		bpf.DpPwReasonPW_DROP_TOO_BIG: "reserved: no program uses it yet",
-		bpf.DpPwReasonPW_DROP_NO_PORT: "takes a datapath with few ports: TestPortsRunOut",
+		bpf.DpPwReasonPW_DROP_HELPER:   "a kernel helper refuses what was checked before: only a bug does that",
+		bpf.DpPwReasonPW_DROP_TOO_BIG:  "reserved: no program uses it yet",
+		bpf.DpPwReasonPW_DROP_UNJUDGED: "no tc program drops so: TestHostileIfb",
+		bpf.DpPwReasonPW_DROP_NO_PORT:  "takes a datapath with few ports: TestPortsRunOut",
 	}
 }
 

@@ -19,6 +19,12 @@ func (w *world) load(ctx context.Context) error {
 		if err := n.do(func() error { return n.start(ctx) }); err != nil {
 			return err
 		}
+		if !w.kernel.hasNetfilter() {
+			continue
+		}
+		if err := n.guarded(); err != nil {
+			return err
+		}
 	}
 	if err := w.fill(); err != nil {
 		return err

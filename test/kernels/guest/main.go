@@ -44,6 +44,9 @@ func (k kernel) atLeast(major, minor int) bool {
 // hasTCX: links on tc hooks; older kernels have clsact filters.
 func (k kernel) hasTCX() bool { return k.atLeast(6, 6) }
 
+// hasNetfilter: programs at netfilter's hooks.
+func (k kernel) hasNetfilter() bool { return k.atLeast(6, 4) }
+
 // decapsIPv6: adjust_room may take an outer IPv4 header off an IPv6 packet.
 func (k kernel) decapsIPv6() bool { return k.atLeast(6, 3) }
 

@@ -334,7 +334,21 @@ func (n *node) start(ctx context.Context) error {
 	for _, p := range n.pods {
 		errs = append(errs, dp.AttachPod(ctx, p.ifindex, p.device))
 	}
-	return errors.Join(errs...)
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	_, err = dp.Verify(ctx)
+	return err
+}
+
+// guarded: what passes from_pod by is dropped on kernels that can.
+func (n *node) guarded() error {
+	for _, name := range []string{"0-from_pod", "0-to_pod"} {
+		if _, err := os.Stat(filepath.Join(n.bpffs, "links", name)); err != nil {
+			return fmt.Errorf("the guard is not attached: %w", err)
+		}
+	}
+	return nil
 }
 
 func (n *node) maps() maps.Set { return n.dp.Maps() }
