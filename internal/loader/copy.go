@@ -3,6 +3,7 @@ package loader
 import (
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"reflect"
 	"unsafe"
 
@@ -42,7 +43,24 @@ type copier struct {
 	// missing: entries that are there already stay, for programs write them.
 	missing bool
 	skip    func(value []byte) bool // entries that are none; nil: there are no such
+	seen    *keys                   // leave out those that are in it, and add the others; nil: none
 	copied
+}
+
+// keys is a set of keys, by hashes that are long enough to tell them apart.
+type keys struct {
+	seed maphash.Seed
+	set  map[uint64]struct{}
+}
+
+func newKeys() *keys { return &keys{seed: maphash.MakeSeed(), set: make(map[uint64]struct{})} }
+
+// add reports whether the key is new to the set.
+func (k *keys) add(key []byte) bool {
+	h := maphash.Bytes(k.seed, key)
+	_, known := k.set[h]
+	k.set[h] = struct{}{}
+	return !known
 }
 
 // run goes through the whole map once, however much is written meanwhile.
@@ -123,17 +141,18 @@ func (c *copier) inBatches() error {
 
 // write writes n entries.
 func (c *copier) write(keys, values column, n int) error {
-	if c.skip != nil {
-		kept := 0
-		for i := range n {
-			if !c.skip(values.row(i)) {
-				keys.move(kept, i)
-				values.move(kept, i)
-				kept++
-			}
+	kept := 0
+	for i := range n {
+		if c.skip != nil && c.skip(values.row(i)) || c.seen != nil && !c.seen.add(keys.row(i)) {
+			continue
 		}
-		n = kept
+		if kept != i {
+			keys.move(kept, i)
+			values.move(kept, i)
+		}
+		kept++
 	}
+	n = kept
 	for i := 0; i < n; {
 		// Batches know no BPF_NOEXIST, and the map that is full takes none.
 		if !c.missing && c.lost == 0 {

@@ -36,6 +36,7 @@ type moved struct {
 	begun    bool // the first copy is over
 	pinned   bool // the new one is in its place
 	full     bool // the new one did not take all
+	seen     *keys
 }
 
 // ownedByPrograms: the agent does not fill it, and nobody else can.
@@ -145,6 +146,12 @@ func (d *Datapath) replacements() map[string]*ebpf.Map {
 
 func (d *Datapath) copier(m *moved) *copier {
 	c := &copier{from: m.old, to: m.new}
+	if m.own {
+		if m.seen == nil {
+			m.seen = newKeys()
+		}
+		c.seen = m.seen // the second time, most of it
+	}
 	flow := m.name == bpf.DpMapPwFlows || m.name == bpf.DpMapPwFlowsNew
 	if flow && m.old.ValueSize() == uint32(unsafe.Sizeof(maps.Flow{})) {
 		// One that is being removed has no hash; nobody would remove the copy.

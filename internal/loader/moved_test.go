@@ -169,6 +169,9 @@ func (w *pods) sends(from string, src, dst netip.AddrPort, to string, outSrc, ou
 	buf := make([]byte, 2048)
 	for {
 		n, _, err := unix.Recvfrom(w.sockets[to], buf, 0)
+		if err == unix.EINTR {
+			continue
+		}
 		if err != nil {
 			w.t.Fatalf("%v to %v, sent by %s, does not get to %s as %v to %v: %v; counted %v", src, dst, from, to, outSrc, outDst, err, w.counts())
 		}
@@ -269,6 +272,21 @@ func TestFlowsAreCarriedOver(t *testing.T) {
 			w.asks(begun, "pwthree")
 			must(t, d.Close())
 		}
+
+		// One that begins when all are copied.
+		const late = 4002
+		cfg.FlowsMax, cfg.FlowsNewMax = 1024, 1024
+		d, err := loadThrough(context.Background(), cfg, seams{spec: Spec, step: func(done string) {
+			if done == "copied" {
+				w.asks(late, "pwthree")
+			}
+		}})
+		must(t, err)
+		w.attach(d)
+		w.fill(d, "pwtwo")
+		w.asks(late, "pwthree")
+		w.asks(begun, "pwthree")
+		must(t, d.Close())
 	})
 }
 
@@ -311,7 +329,9 @@ func TestKilledWhileCarrying(t *testing.T) {
 	w.attach(d)
 	names := ls(t, mapsDir(cfg.BPFFS))
 	ports := []uint16{4000}
-	w.asks(4000, "pwtwo")
+	for range 3 {
+		w.asks(4000, "pwtwo")
+	}
 	for i, after := range []string{
 		"loaded", "copied", "aside", "pinned", "replaced from_", "replaced all", "copied the rest", "dropped",
 	} {
@@ -329,12 +349,22 @@ func TestKilledWhileCarrying(t *testing.T) {
 		w.fill(loadedAs(t, cfg), "pwtwo")
 		if after != "replaced from_" {
 			port := 4001 + uint16(i)
-			w.asks(port, "pwtwo")
+			for range 3 { // the flow is confirmed by then
+				w.asks(port, "pwtwo")
+			}
 			ports = append(ports, port)
 		}
+		var since unix.Timespec
+		must(t, unix.ClockGettime(unix.CLOCK_MONOTONIC_COARSE, &since))
 		w.asks(ports[0], "pwtwo")
 		d = load(t, cfg)
 		w.tidy(names)
+		// What the hooks have written since is newer than any copy.
+		seen, err := lastSeen(d, ports[0])
+		must(t, err)
+		if seen < uint64(since.Nano()) && after != "replaced from_" {
+			t.Errorf("after %q: the table has the flow as it was before", after)
+		}
 		if n := d.set.Flows.MaxEntries(); n != int(cfg.FlowsMax) {
 			t.Errorf("after %q: a table of %d flows", after, n)
 		}
@@ -344,6 +374,17 @@ func TestKilledWhileCarrying(t *testing.T) {
 			w.asks(port, "pwtwo")
 		}
 	}
+}
+
+// lastSeen is when the first pod was last heard from that port.
+func lastSeen(d *Datapath, port uint16) (at uint64, err error) {
+	err = d.set.Flows.Each(func(k maps.FlowKey, f maps.Flow) error {
+		if k.Src == maps.ToAddr(podAddr("pwone")) && k.Sport == port {
+			at = f.LastSeen
+		}
+		return nil
+	})
+	return at, err
 }
 
 // loadedAs are the maps that are pinned.
