@@ -340,8 +340,8 @@ func (d *Datapath) Switch(context.Context) error {
 	return nil
 }
 
-// takeOver exchanges maps and programs. Flows that begin meanwhile may be known
-// to some hooks alone, until all are through: milliseconds.
+// takeOver exchanges maps and programs. Flows that begin while some hooks have
+// the one table and some the other are known to a part of them alone.
 func (d *Datapath) takeOver() error {
 	for _, m := range d.moved {
 		if err := d.copyFirst(m); err != nil {
