@@ -38,6 +38,7 @@ type Datapath interface {
 	SetSourcePorts(ctx context.Context, ports []sourceport.Range) error
 	Detach(ctx context.Context, ifindex int) error
 	Verify(ctx context.Context) ([]string, error)
+	Switch(ctx context.Context) error
 }
 
 // Stack is what the loop needs of the node's network stack; [node.Manager]

@@ -368,6 +368,37 @@ func TestAddressesComeLast(t *testing.T) {
 	}
 }
 
+// L2, L6: this version's programs come when all is in the maps, and before
+// the agent is ready.
+func TestSwitchAfterFirstFullRound(t *testing.T) {
+	b := newAgentBench(t)
+	b.cluster()
+	b.put(testService("web", "10.98.0.1"), testSlice("web-1", "web", "10.244.158.65"))
+	var asked, early int
+	fails := true
+	b.dp.onSwitch = func() error {
+		asked++
+		if b.frontend("10.98.0.1").Count != 1 {
+			early++
+		}
+		if fails {
+			return errors.New("refused")
+		}
+		return nil
+	}
+	b.done()
+	b.await("not ready because of the programs", func() bool {
+		return strings.Contains(strings.Join(b.a.NotReady(), ";"), "earlier version")
+	})
+	b.dp.mu.Lock()
+	if asked == 0 || early > 0 {
+		t.Errorf("asked %d times, %d of them before the maps were filled", asked, early)
+	}
+	fails = false
+	b.dp.mu.Unlock()
+	b.await("ready", func() bool { return len(b.a.NotReady()) == 0 })
+}
+
 // L10: one bad device, one bad object.
 func TestOneBadThing(t *testing.T) {
 	b := newAgentBench(t)

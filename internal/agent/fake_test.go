@@ -28,6 +28,7 @@ type fakeDatapath struct {
 	bad      map[string]error // by device
 	filtered map[int]string
 	steps    func(string) // told of FilterPod
+	onSwitch func() error // in place of Switch
 }
 
 func newFakeDatapath(t testing.TB) *fakeDatapath {
@@ -114,6 +115,15 @@ func (d *fakeDatapath) Detach(_ context.Context, ifindex int) error {
 }
 
 func (d *fakeDatapath) Verify(context.Context) ([]string, error) { return nil, nil }
+
+func (d *fakeDatapath) Switch(context.Context) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.onSwitch != nil {
+		return d.onSwitch()
+	}
+	return nil
+}
 
 func (d *fakeDatapath) devices() []string {
 	d.mu.Lock()

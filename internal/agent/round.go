@@ -60,6 +60,12 @@ func (a *Agent) round(ctx context.Context) time.Time {
 		// Running flows follow before anybody is told. What fails here fails
 		// again below.
 		_ = a.gens.flush()
+	}
+	// The maps hold all there is. Programs of before may have gone on without
+	// them; pods that are told of come to this version's.
+	switched := a.dp.Switch(ctx)
+	a.problem(programsOfBefore, "", switched)
+	if endpoints {
 		a.world.local.answer(a.inForce, a.hostPortsInForce)
 	}
 	if a.dirty.stack || a.dirty.nodes {
@@ -79,6 +85,9 @@ func (a *Agent) round(ctx context.Context) time.Time {
 	}
 	next, err := a.services.sweep()
 	a.problem("backend sets", "", err)
+	if switched != nil {
+		next = sooner(next, time.Now().Add(time.Second))
+	}
 	if err = a.gens.flush(); err != nil {
 		next = sooner(next, time.Now().Add(time.Second))
 	}
@@ -87,6 +96,9 @@ func (a *Agent) round(ctx context.Context) time.Time {
 	a.publish()
 	return a.comeBack(next)
 }
+
+// programsOfBefore is what is wrong while hooks have an earlier version's.
+const programsOfBefore = "programs of this version"
 
 // comeBack is the earliest of all times that something is due again.
 func (a *Agent) comeBack(next time.Time) time.Time {
@@ -524,6 +536,9 @@ func (a *Agent) publish() {
 	}
 	if w.self.Addr == (netip.Addr{}) {
 		waits = append(waits, fmt.Sprintf("Node %s is not among the objects or has no InternalIP", a.opt.NodeName))
+	}
+	if len(a.problems[programsOfBefore]) > 0 {
+		waits = append(waits, "programs of an earlier version are in force")
 	}
 	was := a.NotReady()
 	a.notReady(waits...)

@@ -307,7 +307,7 @@ func (d *Datapath) Verify(ctx context.Context) ([]string, error) {
 }
 
 // adoptLinks takes over the links of an earlier process: those of vanished
-// devices are unpinned, the others get the new programs in place.
+// devices are unpinned, the others have their programs still.
 func (d *Datapath) adoptLinks(ctx context.Context) error {
 	dir := linksDir(d.cfg.BPFFS)
 	entries, err := os.ReadDir(dir)
@@ -343,9 +343,6 @@ func (d *Datapath) adoptLinks(ctx context.Context) error {
 			a.device = dev.Attrs().Name
 		}
 		alive, err := d.alive(a)
-		if err == nil && alive {
-			err = l.Update(d.program(key.hook))
-		}
 		if err != nil {
 			return errors.Join(fmt.Errorf("take over %v: %w", a, err), l.Close())
 		}

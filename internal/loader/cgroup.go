@@ -295,8 +295,5 @@ func (d *Datapath) adoptSocket(h socketHook, l link.Link) error {
 	if inForce(l, 0) {
 		return d.detachSocket(h)
 	}
-	if err := l.Update(d.socketProgram(h)); err != nil {
-		return fmt.Errorf("take over program %s of a cgroup: %w", h.program, err)
-	}
 	return nil
 }

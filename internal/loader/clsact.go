@@ -85,6 +85,31 @@ func deleteFilter(key hookKey) error {
 	return nil
 }
 
+// adoptFilters takes over the filters of an earlier process, which have their
+// programs still.
+func (d *Datapath) adoptFilters() error {
+	links, err := netlink.LinkList()
+	if err != nil {
+		return fmt.Errorf("list devices: %w", err)
+	}
+	for _, l := range links {
+		for _, h := range allHooks() {
+			key := hookKey{l.Attrs().Index, h}
+			if h.xdp || d.attached[key] != nil {
+				continue
+			}
+			is, err := hasFilter(key)
+			if err != nil {
+				return err
+			}
+			if is {
+				d.attached[key] = &attachment{key: key, device: l.Attrs().Name}
+			}
+		}
+	}
+	return nil
+}
+
 // removeFilters deletes our filters from every device of this namespace.
 func removeFilters() error {
 	links, err := netlink.LinkList()

@@ -14,7 +14,8 @@
 // podweir.frag, which the links pinned under <folder>/links/frag-* keep alive; a
 // load takes over the one that is there if it is what it should be.
 // A load replaces the programs of all links that exist in place, without a
-// moment in which a hook is empty. tcx links are used where the kernel has
+// moment in which a hook is empty. Maps of another layout are exchanged with
+// them, and while that happens the old ones are under <folder>/aside. tcx links are used where the kernel has
 // them (6.6), a clsact qdisc with a direct-action filter elsewhere.
 //
 // Attaching is idempotent, and programs and filters of others on the same

@@ -65,7 +65,7 @@ const guardName = "guard"
 // verifyGuard attaches and pins the guard where it is not. It returns what was
 // missing.
 func (d *Datapath) verifyGuard() (repaired []string, err error) {
-	if d.noGuard || d.behind {
+	if d.noGuard || d.behind || d.held {
 		return nil, nil
 	}
 	p, err := d.guardProgram()

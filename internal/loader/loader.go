@@ -68,12 +68,27 @@ type Datapath struct {
 	noGuard      bool // this kernel cannot
 	guarded      bool // the guard has been attached, or found so
 	behind       bool // some hooks have programs of before the last reload
+	moved        []*moved
+	held         bool // the hooks have programs of an earlier process until Switch
+	seams
+}
+
+// seams are where tests look in.
+type seams struct {
+	spec func(Config) (*ebpf.CollectionSpec, error)
+	step func(string) // told what has just been done for maps of another layout
 }
 
 // Load loads the programs, reusing the pinned maps, and replaces the
-// programs of the links it finds pinned. A pinned map whose layout differs
-// from the programs' is put aside: its entries are lost, which is logged.
+// programs of the links it finds pinned. For pinned maps whose layout differs
+// from the programs' there are new ones. Their entries are carried over where
+// they fit. If they do not, and it is the agent that writes them, hooks keep
+// the programs that they have until [Datapath.Switch].
 func Load(ctx context.Context, cfg Config) (*Datapath, error) {
+	return loadThrough(ctx, cfg, seams{spec: Spec, step: func(string) {}})
+}
+
+func loadThrough(ctx context.Context, cfg Config, s seams) (*Datapath, error) {
 	if cfg.BPFFS == "" {
 		cfg.BPFFS = DefaultBPFFS
 	}
@@ -95,37 +110,55 @@ func Load(ctx context.Context, cfg Config) (*Datapath, error) {
 		}
 	}
 	d := &Datapath{
-		cfg: cfg, log: cfg.Log,
+		cfg: cfg, log: cfg.Log, seams: s,
 		attached: make(map[hookKey]*attachment), clsact: cfg.ForceClsact,
 		sockets: make(map[socketHook]link.Link),
 	}
-	var err error
-	if err = d.startReassembly(); err != nil {
+	if err := d.startReassembly(); err != nil {
 		return nil, err
 	}
-	spec, err := Spec(d.cfg)
+	if err := d.start(ctx); err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
+	return d, nil
+}
+
+// start loads the programs and has them in force, or ready for Switch.
+func (d *Datapath) start(ctx context.Context) error {
+	spec, err := d.spec(d.cfg)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	if err := d.dropIncompatible(spec); err != nil {
-		return nil, err
+	if err := errors.Join(d.resume(spec), d.findMoved(spec)); err != nil {
+		return err
 	}
 	// What the last load replaced, unless its process has done this.
 	if err := d.dropCalls(); err != nil {
 		d.log.Warn("slow paths of earlier loads stay for now", "error", err)
 	}
-	if err := loadInto(spec, mapsDir(cfg.BPFFS), &d.objs); err != nil {
-		return nil, fmt.Errorf("load datapath into the kernel: %w", verifierDetail(err))
+	if err := loadInto(spec, mapsDir(d.cfg.BPFFS), d.replacements(), &d.objs); err != nil {
+		return fmt.Errorf("load datapath into the kernel: %w", verifierDetail(err))
 	}
 	d.set = maps.NewSet(&d.objs.DpMaps)
 	d.clsact = d.clsact || !d.haveTCX()
 	if err := d.pinCalls(d.objs.PwCalls); err != nil {
-		return nil, errors.Join(err, d.Close())
+		return err
 	}
-	if err := errors.Join(d.pinPrograms(), d.adoptLinks(ctx), d.attachFrag()); err != nil {
-		return nil, errors.Join(err, d.Close())
+	d.step("loaded")
+	if err := d.adoptLinks(ctx); err != nil {
+		return err
 	}
-	return d, nil
+	if d.clsact && len(d.moved) > 0 {
+		if err := d.adoptFilters(); err != nil {
+			return err
+		}
+	}
+	if d.held = d.mustHold(); !d.held {
+		if err := d.takeOver(); err != nil {
+			return err
+		}
+	}
+	return d.attachFrag()
 }
 
 // Spec returns the embedded datapath with cfg's settings written into it.
@@ -229,12 +262,12 @@ func (d *Datapath) SetSourcePorts(ctx context.Context, ports []sourceport.Range)
 // reload puts programs with the settings of cfg in place of those attached.
 // Those that stay where they are, with an error, are tried again by the next.
 func (d *Datapath) reload(cfg Config) error {
-	spec, err := Spec(cfg)
+	spec, err := d.spec(cfg)
 	if err != nil {
 		return err
 	}
 	var objs bpf.DpObjects
-	if err := loadInto(spec, mapsDir(cfg.BPFFS), &objs); err != nil {
+	if err := loadInto(spec, mapsDir(cfg.BPFFS), d.replacements(), &objs); err != nil {
 		return fmt.Errorf("load datapath anew: %w", verifierDetail(err))
 	}
 	if err := d.pinCalls(objs.PwCalls); err != nil {
@@ -249,19 +282,29 @@ func (d *Datapath) reload(cfg Config) error {
 	}
 	d.objs.DpPrograms = objs.DpPrograms
 	d.cfg = cfg
+	if d.held {
+		return old.Close() // [Datapath.Switch] brings these
+	}
+	err = d.replaceAll()
+	d.behind = err != nil
+	return errors.Join(err, d.pinPrograms(), old.Close())
+}
+
+// replaceAll puts the programs in place of those of all hooks.
+func (d *Datapath) replaceAll() error {
 	var errs []error
 	for _, a := range d.attached {
 		if err := a.replace(d.program(a.key.hook)); err != nil {
 			errs = append(errs, err)
 		}
+		d.step("replaced " + a.key.hook.program)
 	}
 	for h, l := range d.sockets {
 		if err := l.Update(d.socketProgram(h)); err != nil {
 			errs = append(errs, fmt.Errorf("replace program %s of cgroup %s: %w", h.program, d.cgroup, err))
 		}
 	}
-	d.behind = len(errs) > 0
-	return errors.Join(append(errs, d.pinPrograms(), old.Close())...)
+	return errors.Join(errs...)
 }
 
 // pinPrograms pins what is run by others than the agent, in place of what an
@@ -298,6 +341,10 @@ func (d *Datapath) Close() error {
 		errs = append(errs, d.guard.Close())
 		d.guard = nil
 	}
+	for _, m := range d.moved {
+		errs = append(errs, m.close())
+	}
+	d.moved = nil
 	return errors.Join(append(errs, d.frag.close(), d.objs.Close())...)
 }
 
@@ -323,43 +370,6 @@ func (d *Datapath) Sweep(keys []maps.FlowKey) (removed int, err error) {
 	return removed, nil
 }
 
-// dropIncompatible unpins maps of another layout, so that the load makes new
-// ones. Programs still attached go on with the old ones until replaced.
-func (d *Datapath) dropIncompatible(spec *ebpf.CollectionSpec) error {
-	var aside []string
-	for name, ms := range spec.Maps {
-		if ms.Pinning != ebpf.PinByName {
-			continue
-		}
-		path := filepath.Join(mapsDir(d.cfg.BPFFS), name)
-		m, err := ebpf.LoadPinnedMap(path, nil)
-		if errors.Is(err, os.ErrNotExist) {
-			continue
-		}
-		if err != nil {
-			return fmt.Errorf("open pinned map %s: %w", path, err)
-		}
-		err = ms.Compatible(m)
-		m.Close()
-		if err == nil {
-			continue
-		}
-		d.log.Warn("pinned map has another layout; starting with an empty one",
-			"map", name, "path", path, "difference", err)
-		if err := os.Remove(path); err != nil {
-			return fmt.Errorf("remove pinned map %s of another layout: %w", path, err)
-		}
-		aside = append(aside, name)
-	}
-	// Counts of entries that are not there any more would pass for evictions.
-	if path := filepath.Join(mapsDir(d.cfg.BPFFS), bpf.DpMapPwChurn); slices.Contains(aside, bpf.DpMapPwFlowsNew) {
-		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
-			return fmt.Errorf("remove pinned map %s: its counts are of a map that is put aside: %w", path, err)
-		}
-	}
-	return nil
-}
-
 // Cleanup removes everything that Load and the Attach methods left under a
 // bpffs folder: links (which detaches), filters, maps, the folder itself. A
 // folder that is not there is no error.
@@ -368,7 +378,7 @@ func Cleanup(bpffs string) error {
 	if _, err := os.Stat(bpffs); errors.Is(err, os.ErrNotExist) {
 		return errors.Join(append(errs, removeFilters())...)
 	}
-	for _, dir := range []string{linksDir(bpffs), programsDir(bpffs), callsDir(bpffs), mapsDir(bpffs)} {
+	for _, dir := range []string{linksDir(bpffs), programsDir(bpffs), callsDir(bpffs), asideDir(bpffs), mapsDir(bpffs)} {
 		entries, err := os.ReadDir(dir)
 		if err != nil && !errors.Is(err, os.ErrNotExist) {
 			errs = append(errs, fmt.Errorf("list %s: %w", dir, err))

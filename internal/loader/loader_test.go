@@ -346,7 +346,7 @@ func TestCleanup(t *testing.T) {
 	})
 }
 
-// A pinned map of another layout is put aside, and the log says which.
+// A pinned map of another layout is replaced, and the log says which.
 func TestIncompatibleMap(t *testing.T) {
 	cfg := Config{BPFFS: bpffs(t), FlowsMax: 1024, FlowsNewMax: 1024}
 	d := load(t, cfg)
@@ -377,29 +377,38 @@ func TestIncompatibleMap(t *testing.T) {
 	}
 }
 
-// The counts of a table of new flows that is put aside go with it: entries
-// that are not there any more would pass for evicted ones.
+// The counts of a table of new flows stay as long as its entries do. Of those
+// that are not there any more they would say that they were evicted.
 func TestCountsGoWithTheirTable(t *testing.T) {
 	cfg := Config{BPFFS: bpffs(t), FlowsMax: 1024, FlowsNewMax: 1024}
-	counts := func(cfg Config, add uint64) uint64 {
+	other := seams{step: func(string) {}, spec: func(cfg Config) (*ebpf.CollectionSpec, error) {
+		spec, err := Spec(cfg)
+		if err == nil {
+			table := spec.Maps[bpf.DpMapPwFlowsNew]
+			table.ValueSize, table.Value = table.ValueSize+8, nil
+		}
+		return spec, err
+	}}
+	counts := func(cfg Config, s seams, add uint64) uint64 {
 		t.Helper()
-		d := load(t, cfg)
+		d, err := loadThrough(context.Background(), cfg, s)
+		must(t, err)
+		defer d.Close()
 		must(t, d.Maps().Churn.AddFound(add))
 		n, err := d.Maps().Churn.Read()
 		must(t, err)
-		must(t, d.Close())
 		return n.Inserted
 	}
-	if n := counts(cfg, 5); n != 5 {
+	same := seams{step: func(string) {}, spec: Spec}
+	if n := counts(cfg, same, 5); n != 5 {
 		t.Fatalf("%d", n)
 	}
-	cfg.FlowsMax = 2048
-	if n := counts(cfg, 1); n != 6 {
-		t.Errorf("%d after another table was put aside, want 6", n)
+	cfg.FlowsMax, cfg.FlowsNewMax = 2048, 2048
+	if n := counts(cfg, same, 1); n != 6 {
+		t.Errorf("%d after their table was carried over, want 6", n)
 	}
-	cfg.FlowsNewMax = 2048
-	if n := counts(cfg, 1); n != 1 {
-		t.Errorf("%d after their table was put aside, want 1", n)
+	if n := counts(cfg, other, 1); n != 1 {
+		t.Errorf("%d after their table was begun anew, want 1", n)
 	}
 }
 

@@ -15,9 +15,9 @@ import (
 	"github.com/podweir/podweir/internal/bpf"
 )
 
-// loadInto makes the maps, or takes the pinned ones, and loads the programs, as
+// loadInto makes the maps, or takes those given or pinned, and loads the programs, as
 // many at a time as there are CPUs: most of an agent's start is the verifier's.
-func loadInto(spec *ebpf.CollectionSpec, pins string, objs *bpf.DpObjects) (err error) {
+func loadInto(spec *ebpf.CollectionSpec, pins string, given map[string]*ebpf.Map, objs *bpf.DpObjects) (err error) {
 	cache := btf.NewCache()
 	// The load copies the programs it is given; those of all others, copied for
 	// each of them, would be the largest part of what a start allocates.
@@ -35,7 +35,7 @@ func loadInto(spec *ebpf.CollectionSpec, pins string, objs *bpf.DpObjects) (err 
 		return s
 	}
 	all, err := ebpf.NewCollectionWithOptions(only(nil), ebpf.CollectionOptions{
-		Maps: ebpf.MapOptions{PinPath: pins}, Cache: cache,
+		Maps: ebpf.MapOptions{PinPath: pins}, MapReplacements: given, Cache: cache,
 	})
 	if err != nil {
 		return err
