@@ -296,13 +296,9 @@ const (
 	killSize  = "PODWEIR_TEST_KILL_SIZE"
 )
 
-// TestKilledLoad is no test but the process that [TestKilledWhileCarrying]
-// starts, which kills itself.
-func TestKilledLoad(t *testing.T) {
-	after := os.Getenv(killAfter)
-	if after == "" {
-		t.Skip("started by another test")
-	}
+// killedLoad is the process that [TestKilledWhileCarrying] starts, which kills
+// itself after a step.
+func killedLoad(t *testing.T, after string) {
 	size, err := strconv.ParseUint(os.Getenv(killSize), 10, 32)
 	must(t, err)
 	_, err = loadThrough(context.Background(), Config{BPFFS: os.Getenv(killPins), FlowsMax: uint32(size), FlowsNewMax: 1024}, seams{
@@ -319,6 +315,10 @@ func TestKilledLoad(t *testing.T) {
 // Whatever a process has done when it is killed: flows go on, those that begin
 // then too, and the next start ends what it began.
 func TestKilledWhileCarrying(t *testing.T) {
+	if after := os.Getenv(killAfter); after != "" {
+		killedLoad(t, after)
+		return
+	}
 	cfg := Config{BPFFS: bpffs(t), FlowsMax: 1024, FlowsNewMax: 1024}
 	w := newPods(t, cfg)
 	d := load(t, cfg)
@@ -337,7 +337,7 @@ func TestKilledWhileCarrying(t *testing.T) {
 	} {
 		must(t, d.Close())
 		cfg.FlowsMax = 1024 + uint32(i+1)*512
-		cmd := exec.Command("/proc/self/exe", "-test.run=^TestKilledLoad$")
+		cmd := exec.Command("/proc/self/exe", "-test.run=^TestKilledWhileCarrying$")
 		cmd.Env = append(os.Environ(), killAfter+"="+after, killPins+"="+cfg.BPFFS, killSize+"="+strconv.Itoa(int(cfg.FlowsMax)))
 		out, err := cmd.CombinedOutput()
 		var exit *exec.ExitError

@@ -77,7 +77,11 @@ func (c *Config) Migrate(ctx context.Context, way string) (err error) {
 	if err := c.settings().write(c.settingsFile()); err != nil {
 		return err
 	}
-	// Whoever calls now is served.
+	// Whoever calls from now on is served. Calls that began before may still wait
+	// for a pod that is gone.
+	for _, s := range m.callers {
+		s.end()
+	}
 	sum, err := m.step(ctx, "nothing more", func() error { return c.Check(ctx) })
 	if err != nil {
 		return err
