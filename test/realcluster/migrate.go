@@ -88,7 +88,7 @@ func (c *Config) Migrate(ctx context.Context, way string) (err error) {
 	}
 	for kind, l := range sum {
 		if l.lost > 0 || l.calls == 0 {
-			return fmt.Errorf("after the migration: %s: %d of %d calls were lost", kind, l.lost, l.calls)
+			return fmt.Errorf("after the migration: calls were lost, %s: %s", kind, l)
 		}
 	}
 	if err := c.each(func(n Node) error { return m.isClean(ctx, n) }); err != nil {

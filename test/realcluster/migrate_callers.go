@@ -6,7 +6,9 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"os/exec"
+	"slices"
 	"strings"
 	"time"
 
@@ -24,8 +26,30 @@ type steady struct {
 	before probe.Summary
 }
 
-// loss is what became of some calls.
-type loss struct{ calls, lost int }
+// loss is what became of some calls; why counts the lost ones by their errors.
+type loss struct {
+	calls, lost int
+	why         map[string]int
+}
+
+func (l loss) String() string {
+	text := fmt.Sprintf("%d of %d", l.lost, l.calls)
+	for _, why := range slices.Sorted(maps.Keys(l.why)) {
+		text += fmt.Sprintf(" (%d: %s)", l.why[why], why)
+	}
+	return text
+}
+
+// and is the calls of both.
+func (l loss) and(o loss) loss {
+	sum := loss{l.calls + o.calls, l.lost + o.lost, map[string]int{}}
+	for _, each := range []loss{l, o} {
+		for why, n := range each.why {
+			sum.why[why] += n
+		}
+	}
+	return sum
+}
 
 // begin starts it, unless it runs or cannot be started yet.
 func (s *steady) begin(ctx context.Context) error {
@@ -72,8 +96,14 @@ func (s *steady) take() (loss, error) {
 		return loss{}, nil
 	}
 	attempts, ok := now.Attempts-s.before.Attempts, now.OK-s.before.OK
+	why := map[string]int{}
+	for text, n := range now.Failed {
+		if n -= s.before.Failed[text]; n > 0 {
+			why[text] = n
+		}
+	}
 	s.before = now
-	return loss{attempts, attempts - ok}, nil
+	return loss{attempts, attempts - ok, why}, nil
 }
 
 // end ends it and waits. How it ends is of no interest.
@@ -150,12 +180,11 @@ func (m *migration) step(ctx context.Context, what string, do func() error) (map
 		if err != nil {
 			return nil, err
 		}
-		all := sum[s.kind]
-		sum[s.kind] = loss{all.calls + l.calls, all.lost + l.lost}
+		sum[s.kind] = sum[s.kind].and(l)
 	}
 	var text []string
 	for _, kind := range []string{outsideToService, nodeToService, podToService, outsideToHost} {
-		text = append(text, fmt.Sprintf("%s %d of %d", kind, sum[kind].lost, sum[kind].calls))
+		text = append(text, fmt.Sprintf("%s %s", kind, sum[kind]))
 	}
 	m.c.Out("%6.1f s  %s; lost: %s", time.Since(begin).Seconds(), what, strings.Join(text, ", "))
 	return sum, nil
