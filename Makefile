@@ -128,7 +128,7 @@ cluster-down: root ## removes what make cluster brought up, but for its cache
 BENCH ?=
 
 .PHONY: bench
-bench: root deps build ## podweir beside kube-proxy and plain forwarding, 20 minutes (as root); BENCH='--modes ... --paths ... --rounds ...'
+bench: root deps build ## podweir beside kube-proxy and plain forwarding, 10 minutes (as root); BENCH='--modes ... --paths ... --rounds ...'
 	@bin/pw-bench-path peers --json bin/bench.json --svg bin/bench $(BENCH)
 
 BENCH_PATH ?= --json bin/bench-path.json
